@@ -267,11 +267,6 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
-def qualified_name(packet: OpOverloadPacket) -> str:
-    """Return the name of an operator with its namespace, ``"aten::add"``."""
-    return packet._qualified_op_name
-
-
 def dynamo_source(node: Any) -> Any:
     """Return where an input of a captured graph came from; None if Dynamo did not note it."""
     return getattr(node, "_dynamo_source", None)

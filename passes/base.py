@@ -116,8 +116,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassRecord:
-    """A record of one pass on one graph.
+class PassRecord(Outcome):
+    """A record of one pass on one graph and on the graphs inside it.
 
     Attributes:
         seconds: time it took, verification included.
@@ -125,10 +125,7 @@ class PassRecord:
 
     name: str
     enabled: bool
-    rewritten: int
-    skipped: tuple[Skip, ...]
     seconds: float
-    remarks: tuple[Remark, ...] = ()
 
 
 Pass = Callable[[GraphModule, PassContext], Outcome]

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.torch_values import value_of
-from hecate.passes.fx import BODY_OF, arg, calls, operands
+from hecate.passes.fx import BODY_OF, arg, bodies_of, calls, operands
 from hecate.private import OpOverload, OpOverloadPacket, dynamo_source
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
 
@@ -17,20 +17,17 @@ def fingerprint(gm: GraphModule) -> list[str]:
     Lines leave out what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
     many experts it owns, and what torch computes and asserts of sizes where it has seen several.
     """
-    lines: list[str] = []
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            lines += filter(None, map(_describe, module.graph.nodes))
-    return lines
+    lines = (_describe(node) for body in bodies_of(gm) for node in body.graph.nodes)
+    return [line for line in lines if line]
 
 
 def communicates(gm: GraphModule, *, training: bool) -> bool:
     """Tell whether ranks meet in a graph, or in its backward; any other graph may differ between ranks."""
-    nodes = (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
     return any(
         (training and calls(node, replicate, replicate_bucket))
         or (str(node.target).startswith("hecate.") and not str(node.target).startswith("hecate.s2_"))
-        for node in nodes
+        for body in bodies_of(gm)
+        for node in body.graph.nodes
     )
 
 

@@ -9,14 +9,14 @@ import importlib
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Refused, Skip
@@ -40,6 +40,19 @@ def operands(node: Node) -> list[Any]:
     return [*node.args, *node.kwargs.values()]
 
 
+def option(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument that a call may give by position, by name or not at all."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node that calls an operator by name, in the operator's order."""
+    schema = schema_of(node.target)
+    assert schema is not None, f"{node.name} calls no operator"
+    names = [argument.name for argument in schema.arguments]
+    return {name: node.args[i] if i < len(node.args) else node.kwargs[name] for i, name in enumerate(names)}
+
+
 def calls(node: Any, *targets: Any) -> bool:
     """Tell whether ``node`` calls one of ``targets``; an operator packet stands for its default overload too."""
     if not isinstance(node, Node) or node.op != "call_function":
@@ -58,15 +71,16 @@ def is_getitem(node: Any) -> bool:
 
 def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set[Node]:
     """Return nodes up to ``until`` that depend on ``starts``, without ``starts`` (unless on each other)."""
-    return _reached(starts, lambda node: [n for n in node.users if until is None or n <= until])
+    return reached(starts, lambda node: [n for n in node.users if until is None or n <= until])
 
 
 def closure_backward(ends: Iterable[Node], *, since: Node | None = None) -> set[Node]:
     """Return nodes from ``since`` on that ``ends`` depend on, without ``ends`` (unless on each other)."""
-    return _reached(ends, lambda node: [n for n in node.all_input_nodes if since is None or n >= since])
+    return reached(ends, lambda node: [n for n in node.all_input_nodes if since is None or n >= since])
 
 
-def _reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return nodes that are neighbours of ``starts``, neighbours of these, and so on."""
     seen: set[Node] = set()
     stack = list(starts)
     while stack:
@@ -97,6 +111,11 @@ def computed_from(starts: Iterable[Node]) -> set[Node]:
                 found.add(user)
                 waiting.append(user)
     return found
+
+
+def exits_of(part: Collection[Node]) -> list[Node]:
+    """Return the nodes of ``part`` that others use, in graph order."""
+    return sorted(node for node in part if any(user not in part for user in node.users))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +183,11 @@ def note(node: Node, key: str, value: int | str) -> None:
     node.meta["custom"] = {**node.meta.get("custom", {}), key: value}
 
 
+def copy_place(node: Node, new: Node) -> None:
+    """Let a new node be shown where the model's line is that ``node`` came from."""
+    new.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
 def is_view(node: Node) -> bool:
     """Tell whether an ATen node returns a view of its input, at no cost."""
     schema = schema_of(node.target)
@@ -189,6 +213,13 @@ def take_place(old: Node, new: Node, *, unless: Callable[[Node], bool] = lambda 
     """Use ``new`` in place of ``old``, except by ``unless``, with its value, whose memory later nodes share."""
     new.meta |= {key: old.meta[key] for key in ("val", "example_value", "unbacked_bindings") if key in old.meta}
     old.replace_all_uses_with(new, delete_user_cb=lambda user: not unless(user))
+
+
+def erase_unused(nodes: Iterable[Node]) -> None:
+    """Erase those of ``nodes`` that nothing uses, users before what they use."""
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 @contextmanager
@@ -288,6 +319,13 @@ class Builder:
     def length(self, tensor: Node) -> Node:
         """Write the size of dimension 0."""
         return self.call(torch.ops.aten.sym_size.int, tensor, 0)
+
+
+def bodies_of(gm: GraphModule) -> Iterator[GraphModule]:
+    """Yield the graph and every graph inside it, such as the body of a checkpointed layer."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield module
 
 
 # Dynamo's name of the model that it captures. With a decorator around its forward that is the first of ``*args``

@@ -18,16 +18,15 @@ A forward or backward graph (:func:`verify_final`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.final.collective_notes import read_note
-from hecate.passes.fx import arg, calls, is_getitem, operands
+from hecate.passes.fx import arg, arguments_of, calls, is_getitem, operands, reached
 from hecate.runtime.comm.collective import collective_of, start_of, wait_of
+from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops.experts import own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -57,21 +56,17 @@ def verify(gm: GraphModule) -> None:
             raise InvalidGraphError(f"hecate: rows routed by {node.name} never come back")
 
 
-def _route_of(node: Node, ticket: Iterable[Any]) -> Node:
-    routes, chunks = [], []
-    for index, part in enumerate(ticket, start=1):
-        if not (is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route)):
-            raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
-        chunk, which = divmod(arg(part, 1), TICKET_PARTS)
-        if which != index:
-            raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {part}")
-        routes.append(arg(part, 0))
-        chunks.append(chunk)
-    if len(set(routes)) != 1 or routes[0].args[-1] != node.args[-1]:
+def _route_of(node: Node, ticket: Sequence[Any]) -> Node:
+    """Return the route of the splits, the send and the receive index of an exchange."""
+    of_route = all(is_getitem(part) and calls(arg(part, 0), torch.ops.hecate.route) for part in ticket)
+    if not of_route or [arg(part, 1) % TICKET_PARTS for part in ticket] != [1, 2, 3]:
+        raise InvalidGraphError(f"hecate: {node.name} holds no ticket of a route: {ticket}")
+    route: Node = arg(ticket[0], 0)
+    if any(arg(part, 0) is not route for part in ticket) or route.args[-1] != node.args[-1]:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different routes or layers")
-    if len(set(chunks)) != 1:
+    if len({arg(part, 1) // TICKET_PARTS for part in ticket}) != 1:
         raise InvalidGraphError(f"hecate: {node.name} mixes tickets of different chunks")
-    return routes[0]
+    return route
 
 
 def _node_route_of(node: Node) -> Node:
@@ -101,17 +96,11 @@ def _check_offsets(node: Node) -> None:
 
 def _comes_from_slots(weight: Node) -> bool:
     """Tell whether a weight is made from own experts and replicas, with no gather of parameters between."""
-    seen, stack = {weight}, [weight]
-    while stack:
-        node = stack.pop()
-        collective = collective_of(node.target) if node.op == "call_function" else None
-        if calls(node, own_experts) or (collective is not None and collective.carries == "replicas"):
-            return True
-        if collective is None:
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-    return False
+    made_of = reached([weight], lambda node: [] if collective_of(node.target) else node.all_input_nodes)
+    return any(
+        calls(node, own_experts) or ((one := collective_of(node.target)) is not None and one.carries == "replicas")
+        for node in {weight, *made_of}
+    )
 
 
 # --- forward and backward graphs ---
@@ -163,12 +152,10 @@ def _check_chain(starts: list[Node]) -> None:
 
 
 def _check_note(start: Node) -> None:
-    collective = start_of(start.target)
-    assert collective is not None
-    text = arguments_of(start)["note"]
+    collective, text = collective_of(start.target), arguments_of(start)["note"]
     try:
-        note = read_note(text)
+        note = Span.of(text)
     except ValueError as error:
         raise InvalidGraphError(f"hecate: the note of {start.name} cannot be read: {error}") from None
-    if note.operator != collective.name:
+    if collective is None or note.operator != collective.name:
         raise InvalidGraphError(f"hecate: the note of {start.name} is one of {note.operator}: {text!r}")

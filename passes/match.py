@@ -32,7 +32,6 @@ CASTS = (
     "to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "contiguous", "clone",
 )  # fmt: skip
 SHAPES = ("view", "reshape", "flatten", "unsqueeze")
-PRODUCTS = ("matmul", "mm", "bmm")
 
 Found = dict[str, Any]
 Pattern = Any

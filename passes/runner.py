@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from hecate.passes import PASSES, Outcome, Pass, PassContext, summary_of
+from hecate.passes import PASSES, Pass, PassContext, summary_of
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import GraphLog, harmless
 from hecate.passes.dumps.value_names import name_values, note_pass, short_names
+from hecate.passes.fx import bodies_of
 from hecate.passes.invariants import verify
 
 log = logging.getLogger("hecate")
@@ -31,8 +32,8 @@ def run_passes(
     ``check`` is called after every pass. Raises InvalidGraphError if a pass broke an invariant.
     """
     layers = short_names(context.layer_names)
-    for body in _bodies(gm):
-        with harmless("names of values"):
+    with harmless("names of values"):
+        for body in bodies_of(gm):
             name_values(body.graph, body.graph.nodes, layers)
     if dump:
         dump.begin(gm)
@@ -40,13 +41,13 @@ def run_passes(
     for index, function in enumerate(passes, start=1):
         name = function.__name__
         if name in disabled:
-            record = PassRecord(name=name, enabled=False, rewritten=0, skipped=(), seconds=0.0)
+            record = PassRecord(name=name, enabled=False, seconds=0.0)
         else:
-            before = {body: set(body.graph.nodes) for body in _bodies(gm)}
+            before = {body: set(body.graph.nodes) for body in bodies_of(gm)}
             start = time.perf_counter()
             outcomes = []
             try:
-                for body in _bodies(gm):
+                for body in bodies_of(gm):
                     outcomes.append(function(body, context))
                     check(body)
             except Exception:
@@ -54,9 +55,18 @@ def run_passes(
                 if dump:
                     dump.broken(index, name, gm)
                 raise
-            record = _record(name, outcomes, time.perf_counter() - start)
-            for body, known in before.items():
-                _name_new(body, known, name, layers)
+            record = PassRecord(
+                name=name,
+                enabled=True,
+                rewritten=sum(outcome.rewritten for outcome in outcomes),
+                skipped=tuple(skip for outcome in outcomes for skip in outcome.skipped),
+                seconds=time.perf_counter() - start,
+                remarks=tuple(remark for outcome in outcomes for remark in outcome.remarks),
+            )
+            # Names are for people only.
+            with harmless("names of values"):
+                for body, known in before.items():
+                    name_values(body.graph, note_pass(body.graph.nodes, known, name), layers)
             log.info(
                 "%02d %s: %d rewritten, %d skipped, %.0f ms",
                 index,
@@ -68,32 +78,8 @@ def run_passes(
         records.append(record)
         if dump:
             dump.after(index, record, gm, summary_of(function))
-    for body in _bodies(gm):
+    for body in bodies_of(gm):
         body.recompile()
     if dump:
         dump.end()
     return records
-
-
-def _name_new(body: GraphModule, known: set[Node], name: str, layers: Mapping[int, str]) -> None:
-    """Note on new nodes which pass wrote them, and name them by their values. Names are for people only."""
-    with harmless("names of values"):
-        name_values(body.graph, note_pass(body.graph.nodes, known, name), layers)
-
-
-def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
-    """Yield the graph and every graph inside it, such as the body of a checkpointed layer."""
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            yield module
-
-
-def _record(name: str, outcomes: list[Outcome], seconds: float) -> PassRecord:
-    return PassRecord(
-        name=name,
-        enabled=True,
-        rewritten=sum(outcome.rewritten for outcome in outcomes),
-        skipped=tuple(skip for outcome in outcomes for skip in outcome.skipped),
-        seconds=seconds,
-        remarks=tuple(remark for outcome in outcomes for remark in outcome.remarks),
-    )

@@ -8,21 +8,22 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from hecate.config import Config
-from hecate.graph.chosen_experts import refuse_chosen_experts
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
+from hecate.passes.analysis.expert_loops import is_one_expert
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, size_hint
 from hecate.passes.base import PassRecord, Skip
 from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
-from hecate.passes.fx import is_of_model
+from hecate.passes.fx import arg, bodies_of, is_of_model
 from hecate.passes.runner import run_passes
 from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
@@ -31,12 +32,13 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
-from hecate.runtime.state.layer import Layer, Relaying
+from hecate.runtime.state.layer import Layer, Relaying, get_layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.graph_breaks import break_near
-from hecate.wrap.parameter_reads import WITHOUT_TRACING
+from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
+from hecate.wrap.untraced_loops import chosen_by_data
 
 log = logging.getLogger("hecate")
 
@@ -163,17 +165,16 @@ class Backend:
                 )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
         context = self._context()
-        bodies = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+        bodies = [body.graph for body in bodies_of(gm)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
         for body in bodies:
             refuse_chosen_experts(body, self.world, sys._getframe())
-        names = context.layer_names
         records = run_passes(
             gm,
             context,
             passes=PASSES,
             disabled=self.disabled,
-            dump=self._dumps.part(number, "", names) if self._dumps else graph_log(number, "", names),
+            dump=graph_log(number, "", context.layer_names, self._dumps),
         )
         self._refuse_dense(records)
         records = [replace(record, skipped=tuple(map(_with_break, record.skipped))) for record in records]
@@ -195,7 +196,6 @@ class Backend:
                 f"{WITHOUT_TRACING}",
                 self.world,
             )
-        starts: dict[str, list[str]] = {}
         try:
             compiled = lower(
                 gm,
@@ -206,7 +206,6 @@ class Backend:
                 dumps=self._dumps,
                 dumping=self._dumping,
                 number=number,
-                starts=starts,
                 records=record.later,
                 notes=record.notes,
             )
@@ -217,8 +216,9 @@ class Backend:
             raise
         if comparing:
             for part in ("forward", "backward"):
+                spans = record.notes.get(part)
                 agree(
-                    starts.get(part),
+                    [f"{span.operator} of {span.subject}" for span in spans] if spans is not None else None,
                     f"the order of collectives in the {part} of graph {number}",
                     "Report this with the dumps that HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes; "
                     'Config(disable_passes=["schedule"]) is a way out.',
@@ -281,14 +281,33 @@ def _tokens(gm: GraphModule) -> int:
     ids, others = [0], [0]
     facts = GraphFacts(gm.graph)
     for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and not _of_model(node, facts):
+        if node.op != "placeholder":
+            continue
+        value, source = node.meta.get("example_value"), dynamo_source(node)
+        # The others are parameters, buffers and attributes of the model.
+        given = not facts.same_on_all_ranks(node) and not (source is not None and is_of_model(source.name))
+        if given and isinstance(value, torch.Tensor):
             count = math.prod(size_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
 
 
-def _of_model(node: Node, facts: GraphFacts) -> bool:
-    """Return whether an input is a parameter, buffer or attribute of the model, and no argument of its forward."""
-    source = dynamo_source(node)
-    return facts.same_on_all_ranks(node) or (source is not None and is_of_model(source.name))
+def refuse_chosen_experts(graph: Graph, world: World, frame: FrameType) -> None:
+    """Raise if a graph captured inside ``frame`` has some experts of a list, and data decide which."""
+    if world.size == 1:
+        return
+    for number, gathers in gathers_by_layer(graph).items():
+        layer, users = get_layer(number), [user for gather in gathers for user in gather.users]
+        experts = {arg(user, 1) for user in users if is_one_expert(user)}
+        if not experts or len(experts) == layer.num_experts or not all(map(is_one_expert, users)):
+            continue
+        loop = chosen_by_data(frame, layer, [gather.stack_trace or "" for gather in gathers])
+        if loop is not None:
+            raise UntracedReadError(
+                f"hecate: {layer.name} is called in a loop that torch.compile did not trace, expert by "
+                f"expert, and data decide which.\n{loop}\n"
+                "Ranks must call the same experts, because they exchange them, and other tokens choose others. A "
+                "branch on how many rows an expert has (`if rows.numel() == 0: continue`) can be left out: zero "
+                "rows cost nothing. Run with TORCH_LOGS=graph_breaks to see what else breaks the graph. "
+                f"{WITHOUT_TRACING}"
+            )

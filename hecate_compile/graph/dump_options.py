@@ -25,20 +25,14 @@ def dump_options(config: Config) -> DumpOptions | None:
     ranks = os.environ.get("HECATE_DUMP_RANKS") or "first"
     if ranks not in ("first", "all"):
         raise ValueError(f"hecate.compile: HECATE_DUMP_RANKS={ranks!r}, expected first or all")
-    most = _most_bytes(os.environ.get("HECATE_DUMP_MB"))
-    folder = config.dump or os.environ.get("HECATE_DUMP")
-    if not folder:
-        return None
-    return DumpOptions(Path(folder), "all" in (ranks, config.dump_ranks), most)
-
-
-def _most_bytes(given: str | None) -> int:
-    if not given:
-        return MOST_BYTES
+    given = os.environ.get("HECATE_DUMP_MB") or str(MOST_BYTES / 2**20)
     try:
         megabytes = float(given)
     except ValueError:
         megabytes = -1.0
     if not 0 < megabytes < math.inf:
         raise ValueError(f"hecate.compile: HECATE_DUMP_MB={given!r}, expected a number of megabytes above 0")
-    return int(megabytes * 2**20)
+    folder = config.dump or os.environ.get("HECATE_DUMP")
+    if not folder:
+        return None
+    return DumpOptions(Path(folder), "all" in (ranks, config.dump_ranks), int(megabytes * 2**20))

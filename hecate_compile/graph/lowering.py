@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 import hecate.passes
 import hecate.runtime
@@ -26,8 +26,7 @@ from hecate.passes import (
 )
 from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder, graph_log
-from hecate.passes.dumps.value_names import note_sources, sources_of
-from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.dumps.value_names import note_sources, source_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
@@ -42,7 +41,6 @@ from hecate.private import (
     inductor_graph,
     min_cut_rematerialization_partition,
 )
-from hecate.runtime.comm.collective import start_of
 from hecate.runtime.comm.queue import Span
 
 Compiled = Callable[..., Any]
@@ -89,36 +87,31 @@ def lower(
     dumps: DumpFolder | None,
     dumping: bool,
     number: int,
-    starts: dict[str, list[str]],
     records: dict[str, tuple[PassRecord, ...]],
     notes: dict[str, tuple[Span, ...]],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, and nothing is scheduled.
 
-    Fills, unless a part comes from a cache or compiles later: ``starts`` with the order in which its collectives
-    start, ``notes`` with these as predicted, ``records`` with what each pass did. ``dumps`` is this rank's folder;
-    ``dumping`` says that some rank dumps.
+    Fills, unless a part comes from a cache or compiles later: ``notes`` with its collectives in their order and as
+    predicted, ``records`` with what each pass did. ``dumps`` is this rank's folder; ``dumping`` says that some rank
+    dumps.
     """
-
-    sources = sources_of(gm)
+    sources = [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
 
     def run(gm: GraphModule, passes: Sequence[Pass], part: str) -> None:
         if not passes:
             return
         note_sources(gm, sources)
-        names = context.layer_names
-        log = dumps.part(number, part, names) if dumps else graph_log(number, part, names)
+        log = graph_log(number, part, context.layer_names, dumps)
         here = replace(context, part=part)
-        check = _lint if part == "joint" else verify_final
-        done = run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check)
-        records[part] = tuple(done)
+        check = verify_final if part != "joint" else lambda gm: gm.graph.lint()
+        records[part] = tuple(run_passes(gm, here, passes=passes, disabled=disabled, dump=log, check=check))
         if part != "joint" and context.world_size > 1:
-            starts[part] = [_describe(node) for node in gm.graph.nodes if start_of(node.target) is not None]
             notes[part] = tuple(notes_in(gm.graph.nodes))
             if log:
                 log.schedule(schedule_lines(notes[part]))
 
-    final = FINAL_PASSES if context.world_size > 1 else ()
+    final: tuple[Pass, ...] = FINAL_PASSES if context.world_size > 1 else ()
     kept = _capture.get()
     if kept is not None:
         return _aot_eager(gm, inputs, run, final, lambda gm, part: _keep(gm, replace(context, part=part), kept))
@@ -129,17 +122,7 @@ def lower(
     return _inductor(gm, inputs, run, final, context, disabled, dumping=dumping)
 
 
-def _describe(start: Node) -> str:
-    collective, given = start_of(start.target), arguments_of(start)
-    assert collective is not None
-    return f"{collective.name} of layer {given['layer']}" if "layer" in given else collective.name
-
-
 Run = Callable[[GraphModule, Sequence[Pass], str], None]
-
-
-def _lint(gm: GraphModule) -> None:
-    gm.graph.lint()
 
 
 def _keep(gm: GraphModule, context: PassContext, kept: list[Captured]) -> Compiled:

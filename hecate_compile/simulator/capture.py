@@ -15,7 +15,7 @@ from hecate.compilation import compile
 from hecate.compiled_model import compiled_model_of
 from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
-from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.fx import arguments_of
 from hecate.private import dynamo_counters, fake_store, reset_dynamo
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer

@@ -20,9 +20,8 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.node_cost import Clock, bytes_of, bytes_of_sums, tensors_of, wire_bytes
-from hecate.passes.fx import calls, is_getitem, is_view
+from hecate.passes.fx import arguments_of, calls, is_getitem, is_view
 from hecate.private import tree_leaves
 from hecate.runtime.comm.collective import start_of, wait_of
 from hecate.simulator.capture import Capture

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from hecate.graph.lowering import Captured
-from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of, wire_itemsize
-from hecate.passes.fx import calls, is_getitem
+from hecate.passes.fx import arguments_of, calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
 from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.simulator.replay import LayerStep

@@ -6,26 +6,17 @@ one call of a layer. A loop that cannot be grouped raises :class:`Refused`, with
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from hecate.passes.analysis.expert_uses import FORMS, is_one_expert, is_transpose, matrix_operand
+from hecate.passes.analysis.row_sums import weights_of
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import (
-    NO_AUTOCAST,
-    ONE_GRAD_MODE,
-    PLAIN_FORM,
-    GraphFacts,
-    mutates,
-    storage_of,
-    under_autocast,
-    value_of,
-)
+from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, storage_of, value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import (
     arg,
@@ -35,9 +26,13 @@ from hecate.passes.fx import (
     closure_forward,
     computed_from,
     describe,
+    exits_of,
+    is_getitem,
     operands,
+    reached,
 )
-from hecate.passes.match import is_cast
+from hecate.passes.match import is_cast, name_of, named
+from hecate.private import builtin_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +81,8 @@ class Loop:
         return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
+_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]) or one addition of a bias for each expert"
+_LINEAR = (torch.nn.functional.linear, builtin_linear)
 _ALIKE = "compute every expert in the same way"
 
 
@@ -174,16 +171,11 @@ def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
     """Return the turns, each with the multiplication by its rows' routing weights ``[n, 1]``. Raises Refused."""
     found = []
     for turn in turns:
-        users = list(turn.exit.users)
-        if len(users) != 1 or not (calls(users[0], operator.mul, torch.mul) or users[0].target == "mul"):
+        user, *others = turn.exit.users
+        weights = weights_of(user, turn.exit) if not others else None
+        if weights is None or _num_rows(weights) != _num_rows(turn.entries[0]):
             raise Refused("its results are not multiplied with weights")
-        (user,) = users
-        weights = [other for other in operands(user) if other is not turn.exit]
-        value = value_of(weights[0]) if len(weights) == 1 else None
-        is_weight = isinstance(value, torch.Tensor) and value.ndim == 2 and str(value.shape[1]) == "1"
-        if not is_weight or _num_rows(weights[0]) != _num_rows(turn.entries[0]):
-            raise Refused("its results are not multiplied with weights")
-        found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights[0]), exit=user))
+        found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights), exit=user))
     if len({turn.entries[-1] for turn in found}) != len(found):
         raise Refused("turns have the same weights")
     _check_alike(found, repeats)
@@ -209,7 +201,7 @@ def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[Turn]:
         _join(part)
         body = tuple(sorted(part))
         entries = tuple(dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in part and s not in own))
-        exits = _exits(part)
+        exits = exits_of(part)
         if len(exits) != 1:
             raise Refused(f"{len(exits)} values leave a turn, one is expected")
         used = tuple(view for view in views if view in behind)
@@ -217,13 +209,9 @@ def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[Turn]:
     return sorted(turns, key=lambda turn: turn.body[0])
 
 
-def _exits(part: set[Node]) -> list[Node]:
-    return sorted(n for n in part if any(user not in part for user in n.users))
-
-
 def _join(part: set[Node]) -> None:
     """Add to a turn the nodes that join several of its results, such as those of a matrix and its adapter."""
-    while len(exits := _exits(part)) > 1:
+    while len(exits := exits_of(part)) > 1:
         users = {user for exit in exits for user in exit.users if user not in part}
         inner = {user for user in users if all(source in part for source in user.all_input_nodes)}
         if not inner:
@@ -235,14 +223,10 @@ def _connected(nodes: set[Node]) -> list[set[Node]]:
     """Return the parts of ``nodes`` between which there is no edge."""
     parts, left = [], set(nodes)
     while left:
-        part, waiting = set(), [left.pop()]
-        while waiting:
-            node = waiting.pop()
-            part.add(node)
-            near = left & {*node.users, *node.all_input_nodes}
-            left -= near
-            waiting += near
+        start = left.pop()
+        part = {start} | reached([start], lambda node: nodes & {*node.users, *node.all_input_nodes})
         parts.append(part)
+        left -= part
     return parts
 
 
@@ -258,16 +242,17 @@ def _check_alike(turns: Sequence[Turn], repeats: int) -> None:
 
 
 def _check_same(first: Turn, other: Turn, expert: int) -> None:
+    otherwise = f"expert {expert} is computed in another way than expert 0"
     pairs = ((first.views, other.views), (first.body, other.body), (first.entries, other.entries))
     if any(len(a) != len(b) for a, b in pairs):
-        raise Refused(f"expert {expert} is computed in another way than expert 0", fix=_ALIKE)
-    match = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}
+        raise Refused(otherwise, fix=_ALIKE)
+    twins = {a: b for one, two in pairs for a, b in zip(one, two, strict=True)}
     for a, b in zip(first.views + first.body, other.views + other.body, strict=True):
         if is_one_expert(a) and is_one_expert(b) and a in first.views and arg(a, 0) is b.args[0]:
             continue
-        wanted = torch.fx.node.map_arg((a.args, a.kwargs), lambda n: match.get(n, n))
+        wanted = map_arg((a.args, a.kwargs), lambda node: twins.get(node, node))
         if (a.op, a.target) != (b.op, b.target) or wanted != (b.args, b.kwargs):
-            raise Refused(f"expert {expert} is computed in another way than expert 0: {describe(b)}", b, fix=_ALIKE)
+            raise Refused(f"{otherwise}: {describe(b)}", b, fix=_ALIKE)
 
 
 def _check_order(facts: GraphFacts, loop: Loop) -> None:
@@ -283,13 +268,8 @@ def _check_order(facts: GraphFacts, loop: Loop) -> None:
     facts.refuse_changes_of(loop.inputs, until=max(loop.inputs | bodies))
     for turn in turns:
         facts.refuse_changes_of(turn.body, until=turn.body[-1])
-    if len({facts.grad_mode(node) for node in (*bodies, *loop.delayed, loop.last.next)}) != 1:
-        raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
-    if under_autocast(facts.graph):
-        raise Refused(
-            "it runs under autocast, which a grouped matmul does not know",
-            fix=NO_AUTOCAST,
-        )
+    facts.refuse_mixed_modes((*bodies, *loop.delayed, loop.last.next), "in it")
+    facts.refuse_autocast()
     changed = {storage_of(target) for node in loop.delayed if (target := mutates(node)) is not None}
     if None in changed:
         raise Refused("an in-place operation between turns, on a tensor that nothing is known about", fix=PLAIN_FORM)
@@ -309,13 +289,43 @@ def _check_order(facts: GraphFacts, loop: Loop) -> None:
 
 def _check_forms(turn: Turn) -> None:
     """Raise :class:`Refused` unless every use of the parameters has a grouped form."""
-    for node in turn.body:
-        if node in anchors_of(turn):
-            matrix_operand(node, set(turn.views))
+    for node in sorted(anchors_of(turn)):
+        matrix_operand(node, set(turn.views))
     for view in turn.views:
         if not (is_one_expert(view) or is_transpose(view) or is_cast(view)):
-            raise Refused(f"no grouped form of {describe(view)}", view, fix=FORMS)
+            raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
 
 
 def anchors_of(turn: Turn) -> set[Node]:
     return {user for view in turn.views for user in view.users if user in turn.body}
+
+
+# --- uses of one expert's parameter, and whether they have a form for all experts ---
+
+
+def is_one_expert(node: Node) -> bool:
+    return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
+
+
+def matrix_operand(node: Node, views: set[Node]) -> str:
+    """Return how an anchor uses an expert's parameter: "product", "linear" or "bias". Raises Refused."""
+    args = operands(node)
+    own = [index for index, arg in enumerate(args) if arg in views]
+    if named(node, "matmul", "mm") and own == [1] and len(args) == 2:
+        return "product"
+    if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
+        return "linear"
+    if named(node, "add") and len(own) == 1 and len(args) == 2:
+        value = value_of(args[own[0]])
+        if isinstance(value, torch.Tensor) and value.ndim == 1:
+            return "bias"
+    raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
+
+
+def is_transpose(node: Node) -> bool:
+    """Tell whether a node is the transpose of a matrix, in any spelling."""
+    name = name_of(node)
+    if name == "transpose":
+        return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
+    # Since torch 2.15 Dynamo spells .T as the operator that it is.
+    return name in ("t", "mT", "numpy_T") or (name == "getattr" and arg(node, 1) in ("T", "mT"))

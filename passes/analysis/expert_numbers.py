@@ -9,30 +9,14 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hecate.passes.analysis.torch_values import mutates, storage_of, value_of
-from hecate.passes.fx import is_getitem
-from hecate.passes.match import RANGE, call, casts, match, name_of, one_of, shaped, uncast
+from hecate.passes.fx import is_getitem, option
+from hecate.passes.match import RANGE, SHAPES, call, casts, match, name_of, named, one_of, shaped, uncast
 
 # Calls whose results have the numbers of their first argument, or some of them.
-SAME_NUMBERS = {
-    "view",
-    "reshape",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "transpose",
-    "permute",
-    "t",
-    "contiguous",
-    "clone",
-    "detach",
-    "long",
-    "index_select",
-    "view_as",
-    "reshape_as",
-    "expand_as",
-}
-_REMAINDERS = {"remainder", "mod"}
+SAME_NUMBERS = frozenset((
+    *SHAPES, "squeeze", "expand", "view_as", "reshape_as", "expand_as", "transpose", "permute", "t", "contiguous",
+    "clone", "detach", "long", "index_select",
+))  # fmt: skip
 CLAMPS = {"clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_"}
 
 # Counts of each expert's rows: also (ids[:, None] == arange(E)).sum(0) and one_hot(ids, E).sum(0).
@@ -63,15 +47,17 @@ def bound_of(numbers: Any) -> int | None:
         source = numbers.args[0] if numbers.args else None
         if is_getitem(numbers) and isinstance(source, Node):
             index, name = numbers.args[1], name_of(source)
-            if isinstance(value_of(source), torch.Tensor) or (name == "sort" and index == 0):
-                numbers = source if isinstance(value_of(source), torch.Tensor) else source.args[0]
+            if isinstance(value_of(source), torch.Tensor):
+                numbers = source
+            elif name == "sort" and index == 0:
+                numbers = source.args[0]
             elif name == "topk" and index == 1:
                 return _choices(source, position=2)
             else:
                 return None
         elif name_of(numbers) == "argmax":
             return _choices(numbers, position=1)
-        elif name_of(numbers) in _REMAINDERS:
+        elif named(numbers, "remainder", "mod"):
             # The remainder of a positive divisor is not negative.
             divisor = numbers.args[1] if len(numbers.args) == 2 else None
             return divisor if type(divisor) is int and divisor > 0 else None
@@ -85,10 +71,8 @@ def bound_of(numbers: Any) -> int | None:
 def _choices(chosen: Node, position: int) -> int | None:
     """Return the number of scores among which a topk or argmax chooses."""
     scores = value_of(chosen.args[0]) if chosen.args else None
-    dim = chosen.kwargs.get("dim", chosen.args[position] if len(chosen.args) > position else None)
-    if dim is None:
-        # argmax without a dimension counts all elements.
-        dim = -1 if name_of(chosen) == "topk" else None
+    # argmax without a dimension counts all elements.
+    dim = option(chosen, position, "dim", -1 if named(chosen, "topk") else None)
     if not isinstance(scores, torch.Tensor) or type(dim) is not int or scores.dim() == 0:
         return None
     size = scores.shape[dim]
@@ -106,12 +90,12 @@ def may_grow(node: Node) -> bool:
 def changes_of(node: Node) -> list[Node]:
     """Return the nodes that write to a node's memory."""
     memory = storage_of(node)
-    found = []
-    for other in node.graph.nodes:
-        changed = mutates(other) if other.op.startswith("call") else None
-        if changed is not None and (changed is node or (memory is not None and storage_of(changed) == memory)):
-            found.append(other)
-    return found
+    return [
+        other
+        for other in node.graph.nodes
+        if (changed := mutates(other)) is not None
+        and (changed is node or (memory is not None and storage_of(changed) == memory))
+    ]
 
 
 def clamp_keeps(clamp: Node, largest: int) -> bool:
@@ -150,8 +134,8 @@ def count_all(offsets: Node, rows: Node) -> bool:
 
 def _counts_up_to(count: Node | None, bound: int) -> bool:
     """Tell whether a histogram leaves out none of the numbers below ``bound``; other ways to count leave out none."""
-    if count is None or name_of(count) != "histc":
+    if not named(count, "histc"):
         return True
-    given: dict[str, Any] = dict(zip(("bins", "min", "max"), count.args[1:], strict=False)) | count.kwargs
-    low, high = given.get("min", 0), given.get("max", 0)
+    assert count is not None
+    low, high = option(count, 2, "min", 0), option(count, 3, "max", 0)
     return type(low) is int and type(high) is int and low <= 0 and high >= bound - 1 and low < high

@@ -9,8 +9,7 @@ loop over their layers, has a region for each call.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,19 @@ from torch.fx import Node
 
 from hecate.passes.analysis.expert_numbers import COUNTED
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import ONE_GRAD_MODE, GraphFacts
+from hecate.passes.analysis.torch_values import GraphFacts
 from hecate.passes.base import Refused
-from hecate.passes.fx import arg, between, calls, closure_backward, computed_from, describe, is_getitem
+from hecate.passes.fx import (
+    arg,
+    between,
+    calls,
+    closure_backward,
+    computed_from,
+    describe,
+    exits_of,
+    is_getitem,
+    reached,
+)
 from hecate.passes.match import ORDER, RANGE, call, casts, match, one_of, uncast
 
 
@@ -47,6 +56,14 @@ class Region:
     entries: tuple[Node, ...]
     body: tuple[Node, ...]
     exits: tuple[Node, ...]
+
+    def check_rows_apart(self) -> None:
+        """Raise Refused unless every row of the exits depends on the same row of the entries alone."""
+        kinds = dict.fromkeys(self.gathers, Kind.SLOTS) | dict.fromkeys(self.entries, Kind.ROWS)
+        kinds[self.offsets] = Kind.OFFSETS
+        if self.ids is not None:
+            kinds[self.ids] = Kind.IDS
+        check_rowwise(list(self.body), kinds, dict.fromkeys(self.exits, Kind.ROWS))
 
 
 def find_regions(facts: GraphFacts, layer: int, gathers: Sequence[Node]) -> list[Region]:
@@ -102,11 +119,13 @@ def _find_region(
 ) -> Region:
     """Return the region of one call, from its anchors: matmuls by expert and lookups by expert id."""
     # Step 1: what the anchors have in common.
-    slots = _on_the_way([*matmuls, *lookups], of_layer)
-    ids = _only([arg(n, 1) for n in lookups], "two different lookups by expert id") if lookups else None
+    anchors = {*matmuls, *lookups}
+    slots = reached(anchors, lambda node: [source for source in node.all_input_nodes if source in of_layer])
+    if len({arg(lookup, 1) for lookup in lookups}) > 1:
+        raise Refused("two different lookups by expert id")
+    ids = arg(lookups[0], 1) if lookups else None
 
     # Step 2: the body is everything on a path from one anchor to another, and the views of the parameters.
-    anchors = {*matmuls, *lookups}
     needed = anchors | _joins(matmuls, lookups)
     inside = needed | between(anchors, needed)
     if offsets in inside or (ids is not None and ids in inside):
@@ -114,7 +133,6 @@ def _find_region(
     body = sorted(inside | (slots - set(gathers)))
     used = tuple(g for g in gathers if any(u in inside or u in slots for u in g.users))
     entries = tuple(dict.fromkeys(arg(m, 0) for m in matmuls if arg(m, 0) not in inside))
-    exits = tuple(n for n in body if n in inside and any(u not in inside for u in n.users))
 
     # Step 3: only rows, slots and values that all ranks have alike flow in, and nothing changes on the way.
     outside = {s for n in body for s in n.all_input_nodes} - set(body)
@@ -129,15 +147,10 @@ def _find_region(
             )
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
-    if len({facts.grad_mode(node) for node in inside}) != 1:
-        raise Refused("gradients are switched on and off between the expert matmuls", fix=ONE_GRAD_MODE)
+    facts.refuse_mixed_modes(inside, "between the expert matmuls")
 
     # Step 4: every row is computed on its own.
-    inputs = dict.fromkeys(used, Kind.SLOTS) | dict.fromkeys(entries, Kind.ROWS) | {offsets: Kind.OFFSETS}
-    if ids is not None:
-        inputs[ids] = Kind.IDS
-    check_rowwise(body, inputs, dict.fromkeys(exits, Kind.ROWS))
-    return Region(
+    region = Region(
         layer=layer,
         gathers=used,
         offsets=offsets,
@@ -145,8 +158,10 @@ def _find_region(
         lookups=tuple(lookups),
         entries=entries,
         body=tuple(body),
-        exits=exits,
+        exits=tuple(exits_of(inside)),
     )
+    region.check_rows_apart()
+    return region
 
 
 def _slot_values(gathers: Sequence[Node]) -> set[Node]:
@@ -156,25 +171,14 @@ def _slot_values(gathers: Sequence[Node]) -> set[Node]:
     return slots & (closure_backward(ends, since=min(gathers)) | set(gathers))
 
 
-def _on_the_way(anchors: Sequence[Node], slots: set[Node]) -> set[Node]:
-    """Return the ``slots`` that lead to ``anchors`` without another call between."""
-    found: set[Node] = set()
-    waiting = list(anchors)
-    while waiting:
-        new = {source for source in waiting.pop().all_input_nodes if source in slots} - found
-        found |= new
-        waiting += new
-    return found
-
-
 def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
     """Return the nodes where values that were looked up by expert meet the rows of a matmul."""
-    multiplied, looked_up, joins = set(matmuls), set(lookups), set()
-    waiting = _Waiting((*matmuls, *lookups))
+    multiplied, joins = set(matmuls), set[Node]()
+    node = min((*matmuls, *lookups))
     # Users of looked-up values that have not been seen. When there are none, no further join can come.
     open_ends = {user for lookup in lookups for user in lookup.users}
     while open_ends:
-        node = waiting.next()
+        node = node.next
         met = node in multiplied or any(source in multiplied for source in node.all_input_nodes)
         if met:
             multiplied.add(node)
@@ -183,32 +187,8 @@ def _joins(matmuls: Sequence[Node], lookups: Sequence[Node]) -> set[Node]:
             if met:
                 joins.add(node)
             else:
-                looked_up.add(node)
                 open_ends |= set(node.users)
-        waiting.add_users(node)
     return joins
-
-
-class _Waiting:
-    """Nodes to look at, in graph order: users of some nodes, each once and after all its sources."""
-
-    def __init__(self, starts: Iterable[Node]) -> None:
-        self._heap: list[Node] = []
-        self._seen: set[Node] = set()
-        for node in starts:
-            self.add_users(node)
-
-    def add_users(self, node: Node) -> None:
-        for user in node.users:
-            if user not in self._seen:
-                self._seen.add(user)
-                heapq.heappush(self._heap, user)
-
-    def next(self) -> Node:
-        return heapq.heappop(self._heap)
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
 
 
 def _is_matmul(node: Node, slots: set[Node]) -> bool:
@@ -218,12 +198,6 @@ def _is_matmul(node: Node, slots: set[Node]) -> bool:
 def _is_lookup(node: Node, slots: set[Node]) -> bool:
     """Tell whether a node is ``parameter[ids]`` with a tensor of ids."""
     return is_getitem(node) and arg(node, 0) in slots and isinstance(arg(node, 1), Node)
-
-
-def _only(values: list[Node], otherwise: str) -> Node:
-    if len(set(values)) != 1:
-        raise Refused(otherwise)
-    return values[0]
 
 
 # Sorted ids, and the values of which they are the sorted form.
@@ -249,12 +223,10 @@ def _ids_match_offsets(ids: Node, offsets: Node) -> bool:
     if repeated is not None:
         return repeated["counts"] is summed["counts"]
     ordered, counted = match(_SORTED, ids), match(COUNTED, summed["counts"])
-    if ordered is None or counted is None or not _is_ascending(ordered["sort"]):
+    if ordered is None or counted is None:
+        return False
+    sort = ordered["sort"]
+    # Its flags are "descending" and "stable".
+    if sort.kwargs.get("descending") or any(flag is True for flag in sort.args[1:]):
         return False
     return counted["ids"] in (uncast(ids), uncast(ordered["values"]))
-
-
-def _is_ascending(sort: Node) -> bool:
-    """Tell whether a sort or argsort is ascending, by its flags "descending" and "stable"."""
-    positional = [value for value in sort.args[1:] if isinstance(value, bool)]
-    return not sort.kwargs.get("descending") and not any(positional)

@@ -26,9 +26,15 @@ import torch
 from torch.fx import Node
 
 from hecate.passes.analysis.find_region import Region
-from hecate.passes.analysis.row_parts import casts_behind, drop_parts, is_cat, joined_split, quotient_of, same_index
-from hecate.passes.analysis.row_sums import Exit
-from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.row_sums import (
+    Exit,
+    casts_behind,
+    drop_parts,
+    is_cat,
+    joined_split,
+    quotient_of,
+    same_index,
+)
 from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, closure_forward, describe, is_getitem
@@ -64,9 +70,11 @@ def prove_node_rows(facts: GraphFacts, region: Region) -> NodeRows:
             raise Refused(f"{describe(exit)} is used inside the experts and behind them", exit)
     exits = [Exit(exit, region.entries[0]) for exit in region.exits]
     last = max(exit.follow(facts, tokens) for exit in exits)
-    facts.refuse_changes_of(_all_behind(tokens), until=last)
+    # An index may be a quotient of a permutation.
+    quotients = [divided for index in tokens if (divided := quotient_of(index)) is not None]
+    facts.refuse_changes_of([*tokens, *(order for order, _ in quotients)], until=last)
     weighted = _with_weights(facts, region, exits)
-    choices = {count for index in tokens if (count := _choices(index))}
+    choices = {count for _, count in quotients}
     return NodeRows(
         region=weighted,
         weights=tuple(entry for entry in weighted.entries if entry not in region.entries),
@@ -101,24 +109,21 @@ def _pieces(rows: Node) -> list[Node]:
 
 def _gather(rows: Node) -> tuple[Node, Node]:
     """Return the tensor of tokens and the index of ``tokens[index]``."""
-    flat = named(rows, "reshape", "view") and is_getitem(arg(rows, 0))
-    if flat and _adds_a_line(arg(rows, 0), rows):
+    source: Any = None
+    index: Any = None
+    if named(rows, "reshape", "view") and is_getitem(arg(rows, 0)) and _adds_a_line(arg(rows, 0), rows):
         source, (_, index) = arg(arg(rows, 0), 0), arg(arg(rows, 0), 1)
     elif is_getitem(rows):
         source, index = arg(rows, 0), arg(rows, 1)
     elif named(rows, "index_select") and len(rows.args) == 3 and arg(rows, 1) == 0:
         source, index = arg(rows, 0), arg(rows, 2)
-    else:
-        raise Refused(f"its rows come from {describe(rows)}, which is no gather by token", rows)
-    if not isinstance(source, Node) or not _is_line(value_of(index)):
+    numbers = value_of(index)
+    # A line of the numbers of tokens, or a mask of them.
+    kinds = (torch.int64, torch.int32, torch.bool)
+    is_line = isinstance(numbers, torch.Tensor) and numbers.ndim == 1 and numbers.dtype in kinds
+    if not isinstance(source, Node) or not is_line:
         raise Refused(f"its rows come from {describe(rows)}, which is no gather by token", rows)
     return source, index
-
-
-def _is_line(value: Any) -> bool:
-    """Tell whether a value is a line of integers, the numbers of tokens, or of booleans, a mask of them."""
-    kinds = (torch.int64, torch.int32, torch.bool)
-    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in kinds
 
 
 def _adds_a_line(gathered: Node, rows: Node) -> bool:
@@ -128,20 +133,6 @@ def _adds_a_line(gathered: Node, rows: Node) -> bool:
         return False
     shapes = isinstance(source, torch.Tensor) and isinstance(flat, torch.Tensor) and source.ndim == flat.ndim == 2
     return shapes and str(source.shape[1]) == str(flat.shape[1])
-
-
-def _choices(index: Node) -> int:
-    """Return k of ``order // k``; 0 for anything else."""
-    divided = quotient_of(index)
-    return divided[1] if divided is not None else 0
-
-
-# --- parts of rows ---
-
-
-def _all_behind(tokens: Sequence[Node]) -> list[Node]:
-    """Return indexes, and the permutation of which one is a quotient."""
-    return [*tokens, *(divided[0] for index in tokens if (divided := quotient_of(index)) is not None)]
 
 
 # --- the region with its weights ---
@@ -155,25 +146,16 @@ def _with_weights(facts: GraphFacts, region: Region, exits: Sequence[Exit]) -> R
     for factor in factors:
         if factor in late:
             raise Refused(f"{describe(factor)} is computed from the experts' own result", factor)
-    if len({facts.grad_mode(node) for node in (*inside, *region.exits)}) != 1:
-        raise Refused("gradients are switched on and off behind the experts")
+    facts.refuse_mixed_modes((*inside, *region.exits), "behind the experts")
     for exit in exits:
         for whole, rows in exit.joined:
             drop_parts(whole, rows)
-    body = tuple(sorted({*region.body, *inside}))
     weighted = replace(
         region,
         entries=tuple(dict.fromkeys((*region.entries, *factors))),
-        body=body,
+        body=tuple(sorted({*region.body, *inside})),
         exits=tuple(exit.inside[-1] if exit.inside else exit.exit for exit in exits),
     )
-    kinds = {
-        **dict.fromkeys(weighted.gathers, Kind.SLOTS),
-        **dict.fromkeys(weighted.entries, Kind.ROWS),
-        region.offsets: Kind.OFFSETS,
-    }
-    if region.ids is not None:
-        kinds[region.ids] = Kind.IDS
     if inside:
-        check_rowwise(list(body), kinds, dict.fromkeys(weighted.exits, Kind.ROWS))
+        weighted.check_rows_apart()
     return weighted

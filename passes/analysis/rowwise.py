@@ -28,7 +28,7 @@ from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, operands
 from hecate.passes.match import name_of
-from hecate.private import FakeTensorMode, OpOverload
+from hecate.private import FakeTensorMode, OpOverload, schema_of
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
@@ -77,16 +77,10 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
             try:
                 known[node] = _derive(node, known)
             except Refused as refused:
-                raise Refused(str(refused), _written_as(node, nodes), fix=refused.fix) from None
-
-
-def _written_as(traced: Node, nodes: list[Node]) -> Node | None:
-    """Return the first node of the piece whose call has the name of a traced operator; None if none has."""
-    name = str(getattr(traced.target, "__name__", traced.target)).split(".")[0].strip("_")
-    for node in nodes:
-        if name_of(node).strip("_") == name:
-            return node
-    return None
+                # The model's code has a call of this name, if it is no part of another one.
+                name = name_of(node).split(".")[0].strip("_")
+                written = next((one for one in nodes if name_of(one).strip("_") == name), None)
+                raise Refused(str(refused), written, fix=refused.fix) from None
 
 
 def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:
@@ -166,50 +160,17 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
     return kind
 
 
-# Operators with a dimension argument, by its position: fine unless it is dimension 0.
-_ALONG: dict[Any, int] = {
-    _aten.split.Tensor: 2,
-    _aten.split_with_sizes.default: 2,
-    _aten.slice.Tensor: 1,
-    _aten.select.int: 1,
-    _aten.unbind.int: 1,
-    _aten.unsqueeze.default: 1,
-    _aten.squeeze.dim: 1,
-    _aten.sum.dim_IntList: 1,
-    _aten.mean.dim: 1,
-    _aten.amax.default: 1,
-    _aten.amin.default: 1,
-    _aten._softmax.default: 1,
-    _aten._log_softmax.default: 1,
-    _aten.cumsum.default: 1,
-    _aten.cat.default: 1,
-    _aten.stack.default: 1,
-    _aten.var_mean.correction: 1,
-    _aten.var.correction: 1,
-    _aten.linalg_vector_norm.default: 2,
-    _aten.flip.default: 1,
-    _aten.permute.default: 1,
-    _aten.glu.default: 1,
-    _aten.max.dim: 1,
-}
-_DEFAULT_DIM: dict[Any, int] = {_aten.glu.default: -1}
-_SAME_FIRST = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.reshape.default,
-    _aten.expand.default,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten._to_copy.default,
-    _aten.native_dropout.default,
-    _aten.contiguous.default,
-    _aten.lift_fresh_copy.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.empty_like.default,
-    _aten.full_like.default,
-}
+# Operators with a dimension argument: fine unless it is dimension 0.
+_ALONG = frozenset((
+    "split", "split_with_sizes", "slice", "select", "unbind", "unsqueeze", "squeeze", "sum", "mean", "amax", "amin",
+    "_softmax", "_log_softmax", "cumsum", "cat", "stack", "var_mean", "var", "linalg_vector_norm", "flip", "permute",
+    "glu", "max",
+))  # fmt: skip
+# Operators whose results have the rows of their input.
+_SAME_FIRST = frozenset((
+    "view", "_unsafe_view", "reshape", "expand", "clone", "detach", "alias", "_to_copy", "native_dropout",
+    "contiguous", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like", "full_like",
+))  # fmt: skip
 
 
 def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bool:
@@ -219,10 +180,10 @@ def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bo
     results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
     if any(v.shape[:depth] != leading for v in results):
         return False
-    target = node.target
+    target, name = node.target, name_of(node).partition(".")[0]
     if any(n.meta["val"].shape[:depth] != leading for n in counted):
         return False
-    if target in _SAME_FIRST:
+    if name in _SAME_FIRST:
         return True
     if target in (_aten.mm.default, _aten.bmm.default):
         # Rows times a matrix; a batched product keeps its batch apart.
@@ -234,19 +195,20 @@ def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bo
         return all(arg(node, index) % results[0].ndim >= depth for index in (1, 2))
     if target in (_aten.native_layer_norm.default, _aten._fused_rms_norm.default):
         return len(arg(node, 1)) <= results[0].ndim - depth
-    if target in _ALONG:
-        return _not_along_first(node, _ALONG[target], depth)
+    if name in _ALONG:
+        return _not_along_first(node, depth)
     if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
         return all(_aligned(n, counted, results[0], leading) for n in node.all_input_nodes)
     return False
 
 
-def _not_along_first(node: Node, position: int, depth: int) -> bool:
-    dims: Any = node.kwargs.get("dim")
-    if dims is None and len(node.args) > position:
-        dims = node.args[position]
+def _not_along_first(node: Node, depth: int) -> bool:
+    schema = schema_of(node.target)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    dims: Any = given.get("dim", given.get("dims"))
     if dims is None:
-        dims = _DEFAULT_DIM.get(node.target, 0)
+        dims = -1 if node.target is _aten.glu.default else 0
     source = arg(node, 0)[0] if isinstance(arg(node, 0), (list, tuple)) else arg(node, 0)
     ndim = source.meta["val"].ndim
     if node.target is _aten.permute.default:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ from torch.fx import Graph, Node
 
 from hecate.passes.base import Refused
 from hecate.passes.fx import arg, calls, describe
+from hecate.passes.match import name_of
 from hecate.private import enter_autocast, is_erased, memory_of, set_grad_enabled
 
 # Advice for reasons that several passes have.
@@ -24,6 +24,12 @@ ONE_GRAD_MODE = "compute all of the experts with gradients on, or all of it with
 def value_of(node: Any) -> Any:
     """Return the fake value that Dynamo recorded for a node, or None."""
     return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def shape_of(node: Any) -> tuple[Any, ...]:
+    """Return the sizes of a node's tensor; none where nothing is known."""
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def gathers_by_layer(graph: Graph) -> dict[int, list[Node]]:
@@ -40,39 +46,31 @@ def mutates(node: Node) -> Node | None:
     out = node.kwargs.get("out")
     if isinstance(out, Node):
         return out
-    first = arg(node, 0) if node.args and isinstance(arg(node, 0), Node) else None
-    if node.kwargs.get("inplace") is True:
-        return first
-    if node.op == "call_method":
-        name = str(node.target)
-        return first if name.endswith("_") and not name.endswith("__") else None
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
+    if getattr(node.target, "__module__", "") == "_operator":
         # operator.and_ and or_ have the underscore of a keyword.
-        by_name = (
-            name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
-        )
-        if node.target in _INPLACE_OPERATORS or by_name:
-            return first
-    return None
+        changes = name_of(node) in _INPLACE
+    else:
+        changes = name_of(node).endswith("_") and not name_of(node).endswith("__")
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, Node) and (changes or node.kwargs.get("inplace") is True) else None
 
 
-_INPLACE_OPERATORS = {
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ipow,
-    operator.imod,
-    operator.imatmul,
-    operator.ilshift,
-    operator.irshift,
-    operator.setitem,
-}
+_INPLACE = [
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "iand",
+    "ior",
+    "ixor",
+    "ipow",
+    "imod",
+    "imatmul",
+    "ilshift",
+    "irshift",
+]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -137,6 +135,16 @@ class GraphFacts:
         while node not in self.grad_modes:
             node = node.prev
         return self.grad_modes[node]
+
+    def refuse_mixed_modes(self, nodes: Iterable[Node], where: str) -> None:
+        """Raise Refused unless gradients are recorded at all of ``nodes``, or at none."""
+        if len({self.grad_mode(node) for node in nodes}) != 1:
+            raise Refused(f"gradients are switched on and off {where}", fix=ONE_GRAD_MODE)
+
+    def refuse_autocast(self) -> None:
+        """Raise Refused if the model, or a part of it, runs under autocast."""
+        if under_autocast(self.graph):
+            raise Refused("it runs under autocast, which a grouped matmul does not know", fix=NO_AUTOCAST)
 
     @cached_property
     def _of_state(self) -> set[Node]:

@@ -8,10 +8,9 @@ import torch
 from torch.fx import Node
 
 from hecate.passes.analysis.torch_values import value_of
-from hecate.passes.attention.attention_calls import operands_of_attention
+from hecate.passes.attention.attention_calls import Scope, operands_of_attention
 from hecate.passes.attention.mask_cone import MaskCone
 from hecate.passes.attention.open_sizes import limits, same_size
-from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Refused
 
 

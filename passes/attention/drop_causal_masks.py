@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from hecate.passes.attention.attention_calls import attends, change_operands, name_of_layer, operands_of_attention
+from hecate.passes.attention.attention_calls import (
+    Scope,
+    attends,
+    change_operands,
+    name_of_layer,
+    operands_of_attention,
+)
 from hecate.passes.attention.causal_masks import CausalMasks
-from hecate.passes.attention.scope import Scope
-from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.fx import line_of
+from hecate.passes.base import Outcome, PassContext, Refused
+from hecate.passes.fx import skip_of
 
 # Key on a call that was looked at with the graph around it, which knows more than the body of a checkpointed layer
 # alone.
@@ -32,7 +37,8 @@ def drop_causal_masks(gm: GraphModule, context: PassContext) -> Outcome:
     left: dict[str, list[Node]] = {}
     for scope in (root, *root.bodies()):
         for node in scope.gm.graph.nodes:
-            if _LOOKED_AT in node.meta or not _attends_with_mask(node):
+            given = operands_of_attention(node) if attends(node) else {}
+            if _LOOKED_AT in node.meta or not isinstance(given.get("attn_mask"), Node):
                 continue
             node.meta[_LOOKED_AT] = True
             try:
@@ -40,29 +46,12 @@ def drop_causal_masks(gm: GraphModule, context: PassContext) -> Outcome:
             except Refused as refused:
                 left.setdefault(str(refused), []).append(node)
                 continue
-            _rewrite(node)
+            # Two arguments change and no node: a rank with longer sequences may have to keep a mask that another one
+            # drops, and the operators of their graphs are compared.
+            change_operands(node, {"attn_mask": None, "is_causal": True})
             rewritten += 1
-    skipped = [
-        Skip(where=_where(nodes), reason=reason, fallback=False, line=str(line_of(nodes[0]) or ""))
-        for reason, nodes in left.items()
-    ]
+    skipped = []
+    for reason, (first, *others) in left.items():
+        more = f" and {len(others)} more" if others else ""
+        skipped.append(skip_of(name_of_layer(first) + more, Refused(reason, first), fallback=False))
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
-
-
-def _attends_with_mask(node: Node) -> bool:
-    return attends(node) and isinstance(operands_of_attention(node).get("attn_mask"), Node)
-
-
-def _rewrite(node: Node) -> None:
-    """Change two arguments and no node.
-
-    A rank with longer sequences may have to keep a mask that another one drops, and the operators of their graphs are
-    compared.
-    """
-    change_operands(node, {"attn_mask": None, "is_causal": True})
-
-
-def _where(nodes: list[Node]) -> str:
-    """Return the name of the first layer, and how many more there are."""
-    name = name_of_layer(nodes[0])
-    return f"{name} and {len(nodes) - 1} more" if len(nodes) > 1 else name

@@ -22,9 +22,17 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from hecate.passes.analysis.torch_values import value_of
-from hecate.passes.attention.linear_operators import Watch
-from hecate.passes.attention.open_sizes import MOST, as_number, coefficients, is_size, sizes_of, solve, symbols_in
-from hecate.passes.attention.scope import Scope
+from hecate.passes.attention.attention_calls import Scope
+from hecate.passes.attention.open_sizes import (
+    MOST,
+    Watch,
+    as_number,
+    coefficients,
+    is_size,
+    sizes_of,
+    solve,
+    symbols_in,
+)
 from hecate.passes.base import Refused
 from hecate.passes.fx import calls, describe, operands
 from hecate.private import HigherOrderOperator, disable_current_modes, dynamo_source
@@ -52,15 +60,14 @@ class MaskCone:
 
     def refuse_changes(self, scope: Scope, argument: Node, *, until: Node) -> None:
         """Raise Refused if the mask is changed in place before ``until``, a node of ``scope`` that takes it."""
-        here, point, values = scope, until, [argument, *self._members.get(scope, [])]
-        while True:
+        here: Scope | None = scope
+        point: Node | None = until
+        while here is not None and point is not None:
+            values = [*([argument] if here is scope else []), *self._members.get(here, [])]
             if values:
                 here.facts.refuse_changes_of(values, until=point)
-            if here.outer is None or here.call is None:
-                return
             point = here.call
             here = here.outer
-            values = self._members.get(here, [])
 
     def reach(self) -> int:
         """Return how large open sizes must be tried, so that nothing new can come beyond.
@@ -83,10 +90,6 @@ class MaskCone:
         others = [c for node in self._order if not _only_shapes(node) for c in _constants(node) if c not in fixed]
         return 2 * math.ceil(sum(max(1, abs(c)) for c in (*shapes, *others))) * 2**self._watch.sums + 8
 
-    def evaluate(self, batch: int, queries: int, keys: int) -> torch.Tensor:
-        """Return the mask at these sizes, on the CPU. Raises Refused as :meth:`rows`."""
-        return torch.cat([rows for _, rows in reversed(list(self.rows(batch, queries, keys)))], dim=-2)
-
     def rows(self, batch: int, queries: int, keys: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the mask at these sizes in blocks of queries, last first, with each first query. Raises Refused."""
         numbers = solve([(self.batch, batch), (self.queries, queries), (self.keys, keys)])
@@ -103,7 +106,7 @@ class MaskCone:
         for node in self._order:
             if math.prod(shapes.get(node, ())) > PIECE:
                 large.append(node)
-            elif any(source in large for source in self._sources(node)):
+            elif any(self._alias.get(source, source) in large for source in _read_by(node)):
                 raise Refused(f"the mask is too large for {describe(node)}")
             else:
                 values[node] = self._run(node, values, numbers)
@@ -142,9 +145,6 @@ class MaskCone:
             _refuse_data(node)
             stack.append((here, node, True))
             stack += [(here, source, False) for source in _read_by(node)]
-
-    def _sources(self, node: Node) -> list[Node]:
-        return [self._alias.get(source, source) for source in _read_by(node)]
 
     def _arguments(self, node: Node, values: Mapping[Node, Any]) -> tuple[Any, Any]:
         def replace(leaf: Any) -> Any:

@@ -25,9 +25,9 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import size_hint, value_of
 from hecate.passes.attention.attention_calls import (
     ATTENTION_OF,
+    Scope,
     attends,
     change_operands,
-    copy_place,
     name_of_layer,
     number_of_layer,
     operands_of_attention,
@@ -35,10 +35,9 @@ from hecate.passes.attention.attention_calls import (
 )
 from hecate.passes.attention.causal_masks import CausalMasks, UnknownMask
 from hecate.passes.attention.open_sizes import same_size
-from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused, Remark
-from hecate.passes.fx import Builder, arg, calls
-from hecate.private import OpOverload
+from hecate.passes.fx import Builder, arg, calls, copy_place, reached
+from hecate.passes.match import name_of
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.attention.pattern import Pattern
 
@@ -192,25 +191,16 @@ def _mask_of_stored(
 
 def _from_store(key: Node) -> bool:
     """Tell whether keys are made of a sparse cache's without being just these: some of them are missing."""
-    waiting, seen = [key], {key}
-    while waiting:
-        here = waiting.pop()
-        if calls(here, torch.ops.hecate.s2_store):
-            return True
-        if attends(here):
-            continue
-        new = [source for source in here.all_input_nodes if source not in seen]
-        seen.update(new)
-        waiting += new
-    return False
+    made_of = reached([key], lambda node: [] if attends(node) else node.all_input_nodes)
+    return any(calls(node, torch.ops.hecate.s2_store) for node in {key, *made_of})
 
 
 def _attends_by_hand(node: Node) -> bool:
     """Tell whether a node is the softmax of an attention that is written out, or an attention of another kind."""
-    if node.op == "call_function" and any(part in _called(node) for part in _OTHER_KINDS):
+    if node.op == "call_function" and any(part in name_of(node) for part in _OTHER_KINDS):
         return not attends(node)
     value = value_of(node)
-    if _called(node) not in ("softmax", "_softmax") or not isinstance(value, torch.Tensor):
+    if _operation(node) not in ("softmax", "_softmax") or not isinstance(value, torch.Tensor):
         return False
     return value.ndim >= 3 and _of_scores(node)
 
@@ -227,6 +217,11 @@ _OTHER_KINDS = (
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
+def _operation(node: Node) -> str:
+    """Return the name of a function, method or operator, without that of an operator's overload."""
+    return name_of(node).partition(".")[0]
+
+
 def _of_scores(node: Node) -> bool:
     """Tell whether a product of two values, neither a matrix of weights, is among a node's nearest sources.
 
@@ -235,27 +230,17 @@ def _of_scores(node: Node) -> bool:
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _NEAR:
         here = waiting.popleft()
-        if _called(here) in _PRODUCTS:
+        if _operation(here) in _PRODUCTS:
             factors = [value_of(factor) for factor in here.all_input_nodes][-2:]
             if all(isinstance(factor, torch.Tensor) and factor.ndim >= 3 for factor in factors):
                 return True
             continue
-        if _called(here) in ("linear", "addmm", "mm"):
+        if _operation(here) in ("linear", "addmm", "mm"):
             continue
         new = [source for source in here.all_input_nodes if source not in seen]
         seen.update(new)
         waiting += new
     return False
-
-
-def _called(node: Node) -> str:
-    """Return the name of a function, an operator or a method; "" for other nodes."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    target: Any = node.target
-    if isinstance(target, OpOverload):
-        target = target.overloadpacket
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _costs(pattern: Pattern, length: int) -> str:

@@ -22,14 +22,13 @@ from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.attention.attention_calls import (
     ATTENTION_OF,
     attends,
-    copy_place,
     name_of_layer,
     operands_of_attention,
     unrepeated,
 )
 from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.base import Outcome, PassContext, Refused, Skip
-from hecate.passes.fx import Builder, arg, calls
+from hecate.passes.fx import Builder, arg, calls, copy_place, erase_unused
 from hecate.runtime.attention.pattern import Pattern
 
 
@@ -75,7 +74,10 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
         raise Refused(f"{heads} heads of keys have {patterns} patterns")
     # Nothing is written before this line: a call that is refused leaves the graph unchanged.
     builder = Builder(gm.graph, before=node)
-    query, key, value = (_cast(builder, x, dtype) for x in (query, key, value))
+    query, key, value = (
+        x if value_of(x).dtype == dtype else builder.call(torch.ops.aten.to.dtype, x, dtype)
+        for x in (query, key, value)
+    )
     if not single:
         both = builder.call(torch.ops.hecate.s2_attention.default, query, key, value, checked, numbers, float(scale))
         copy_place(node, both)
@@ -92,13 +94,4 @@ def _rewrite(node: Node, mask: Any, gm: GraphModule, facts: GraphFacts) -> None:
         )
     out.meta = dict(node.meta)
     node.replace_all_uses_with(out)
-    gm.graph.erase_node(node)
-    if not mask.users:
-        gm.graph.erase_node(mask)
-
-
-def _cast(builder: Builder, x: Node, dtype: torch.dtype) -> Node:
-    """Cast an operand of attention as autocast does."""
-    if value_of(x).dtype == dtype:
-        return x
-    return builder.call(torch.ops.aten.to.dtype, x, dtype)
+    erase_unused([node, mask])

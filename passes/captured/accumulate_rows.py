@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, closure_forward, is_getitem
+from hecate.passes.fx import Builder, calls, closure_forward
+from hecate.passes.match import call, match, one_of
 from hecate.private import is_erased
 
 
@@ -35,27 +35,37 @@ def accumulate_rows(gm: GraphModule, context: PassContext) -> Outcome:
     return Outcome(rewritten=sum(_rewrite(node, changes) for node in writes if node in of_experts))
 
 
+# t = out[mask]; t += y; out[mask] = t
+_READ = call("getitem", "out", "mask", bind="read")
+_SUM = one_of(
+    call("iadd", _READ, "added", bind="total"),
+    call("add", _READ, "added", bind="total"),
+    call("add", "added", _READ, bind="total"),
+)
+_ACCUMULATES = call("setitem", "out", "mask", _SUM)
+
+
 def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
-    out, mask, total = (arg(write, index) for index in range(3))
-    value, target = value_of(mask), value_of(out)
+    if (found := match(_ACCUMULATES, write)) is None:
+        return False
+    out, mask, total, read, added = (found[name] for name in ("out", "mask", "total", "read", "added"))
+    value, target, rows = value_of(mask), value_of(out), value_of(added)
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or not isinstance(target, torch.Tensor):
         return False
-    if not calls(total, operator.iadd, operator.add) or set(total.users) != {write}:
+    if (
+        not isinstance(rows, torch.Tensor)
+        or rows.dtype != target.dtype
+        or total.kwargs
+        or set(total.users) != {write}
+    ):
         return False
-    read, added = arg(total, 0), arg(total, 1)
-    if not _reads(read, out, mask) and calls(total, operator.add):
-        read, added = added, read
-    lengths = [user for user in read.users if user is not total] if _reads(read, out, mask) else None
-    if lengths is None or not all(calls(user, torch.ops.aten.sym_size.int) for user in lengths) or added is read:
+    lengths = [user for user in read.users if user is not total]
+    if not all(calls(user, torch.ops.aten.sym_size.int) for user in lengths) or added is read:
         return False
     memory = {storage_of(out), storage_of(mask), None}
     if any(not is_erased(node) and read < node < write and storage in memory for node, storage in changes):
         return False
-    here = Builder(write.graph, before=write)
-    rows = value_of(added)
-    if not isinstance(added, Node) or not isinstance(rows, torch.Tensor) or rows.dtype != target.dtype:
-        return False
-    here.method("index_put_", out, (mask,), added, True)
+    Builder(write.graph, before=write).method("index_put_", out, (mask,), added, True)
     if lengths:
         # Torch asks how many rows there are; the mask itself has as many.
         counted = Builder(write.graph, before=read).call(operator.getitem, mask, mask)
@@ -64,7 +74,3 @@ def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
     for node in (write, total, read):
         write.graph.erase_node(node)
     return True
-
-
-def _reads(node: Any, out: Any, mask: Any) -> bool:
-    return isinstance(node, Node) and is_getitem(node) and arg(node, 0) is out and arg(node, 1) is mask

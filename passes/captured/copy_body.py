@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from hecate.passes.analysis.find_region import Region
 from hecate.passes.base import PassContext
-from hecate.passes.fx import BODY_OF, Builder, arg, calls
+from hecate.passes.fx import BODY_OF, Builder, arg, calls, copy_place
 
 
 def copy_body(region: Region, context: PassContext, new: dict[Node, Node], replicas: dict[Node, Node]) -> None:
@@ -21,21 +21,10 @@ def copy_body(region: Region, context: PassContext, new: dict[Node, Node], repli
         # A calibrated layer has its slots later than the parameters were read.
         sources = [known[source] for source in node.all_input_nodes for known in (new, replicas) if source in known]
         last = max(sources, default=spot)
-        here = (
-            Builder(node.graph, before=spot, layer=region.layer)
-            if last <= spot
-            else Builder(node.graph, after=last, layer=region.layer)
-        )
+        here = Builder(node.graph, before=spot if last <= spot else last.next, layer=region.layer)
         padded, travelled = context.room_percent > 0, context.world_size > 1
         filled = not padded if travelled else None
-        copies = copy_node(node, region, here, new, replicas, padded=padded, filled=filled)
-        mark(copies, region)
-
-
-def mark(copies: list[Node], region: Region) -> None:
-    """Note the layer on copies of the body."""
-    for copy in copies:
-        copy.meta[BODY_OF] = region.layer
+        copy_node(node, region, here, new, replicas, padded=padded, filled=filled)
 
 
 def copy_node(
@@ -47,26 +36,26 @@ def copy_node(
     *,
     padded: bool = False,
     filled: bool | None = True,
-) -> list[Node]:
-    """Copy one node of the body, on own experts and replicas, and return the nodes that this takes."""
+) -> None:
+    """Copy one node of the body, on own experts and replicas; the layer is noted on all nodes that this takes."""
+    made: list[Node] = []
     if node in region.lookups:
         # The table is small, a bias.
         table = arg(node, 0)
-        made = [here.call(torch.cat, [new[table], replicas[table]])] if table in replicas else []
+        if table in replicas:
+            made.append(here.call(torch.cat, [new[table], replicas[table]]))
         if padded:
             made += _with_zeros(made[-1] if made else new[table], here)
         new[node] = here.copy(node, new | {table: made[-1]} if made else new)
-        return [*made, new[node]]
-    if calls(node, torch.ops.hecate.grouped_mm):
+    elif calls(node, torch.ops.hecate.grouped_mm):
         new[node] = _product(node, here, new, replicas, filled=filled)
-        return [new[node]]
-    twofold = [source for source in node.all_input_nodes if source in replicas]
-    if not twofold:
+    else:
+        if any(source in replicas for source in node.all_input_nodes):
+            replicas[node] = here.copy(node, new | replicas)
+            made.append(replicas[node])
         new[node] = here.copy(node, new)
-        return [new[node]]
-    replicas[node] = here.copy(node, new | replicas)
-    new[node] = here.copy(node, new)
-    return [replicas[node], new[node]]
+    for copy in (*made, new[node]):
+        copy.meta[BODY_OF] = region.layer
 
 
 def _product(
@@ -80,8 +69,7 @@ def _product(
         made = here.call(hecate.grouped_mm_pair.default, rows, own, replicas[w], ends, *said)
     else:
         made = here.call(hecate.grouped_mm.default, rows, own, ends, *said)
-    kept = ("stack_trace", "nn_module_stack")
-    made.meta |= {key: node.meta[key] for key in kept if key in node.meta}
+    copy_place(node, made)
     return made
 
 

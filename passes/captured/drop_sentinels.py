@@ -12,19 +12,15 @@ Never    touches a comparison with a smaller number, or numbers of which it cann
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.expert_numbers import CLAMPS, SAME_NUMBERS, bound_of, changes_of, clamp_keeps, may_grow
 from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import calls
-from hecate.passes.match import name_of
-
-_FILLS = {"masked_fill", "masked_fill_"}
+from hecate.passes.match import name_of, named
 
 
 def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
@@ -34,17 +30,20 @@ def drop_sentinels(gm: GraphModule, context: PassContext) -> Outcome:
         name, source = name_of(node), node.args[0] if node.args else None
         if not isinstance(source, Node) or not (_fills_nothing(node, name) or _clamps_nothing(node, name)):
             continue
-        if name.endswith("_") or _may_be_one(source, node):
+        # A copy and its source may share memory if nothing is written to either afterwards.
+        if name.endswith("_") or (not changes_of(node) and all(change < node for change in changes_of(source))):
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
             rewritten += 1
-    if rewritten:
-        _drop_unused_masks(gm.graph)
+    for node in reversed(list(gm.graph.nodes) if rewritten else ()):
+        is_mask = named(node, "ge", *SAME_NUMBERS) and getattr(value_of(node), "dtype", None) == torch.bool
+        if is_mask and not node.users:
+            gm.graph.erase_node(node)
     return Outcome(rewritten=rewritten)
 
 
 def _fills_nothing(node: Node, name: str) -> bool:
-    if name not in _FILLS or len(node.args) < 2 or not _is_never(node.args[1]):
+    if name not in ("masked_fill", "masked_fill_") or len(node.args) < 2 or not _is_never(node.args[1]):
         return False
     # A mask may be larger than the value that it masks.
     before, after = value_of(node.args[0]), value_of(node)
@@ -67,16 +66,3 @@ def _is_never(mask: Any) -> bool:
         return False
     bound, least = bound_of(mask.args[0]), mask.args[1]
     return bound is not None and type(least) is int and least >= bound and not may_grow(mask)
-
-
-def _may_be_one(source: Node, copy: Node) -> bool:
-    """Tell whether a copy and its source may share memory: nothing is written to either afterwards."""
-    return not changes_of(copy) and all(change < copy for change in changes_of(source))
-
-
-def _drop_unused_masks(graph: Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        is_mask = name_of(node) == "ge" or calls(node, operator.ge) or name_of(node) in SAME_NUMBERS
-        value = value_of(node)
-        if is_mask and not node.users and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-            graph.erase_node(node)

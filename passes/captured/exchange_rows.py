@@ -38,8 +38,8 @@ from hecate.passes.analysis.find_region import Region, find_regions
 from hecate.passes.analysis.node_rows import NodeRows
 from hecate.passes.analysis.torch_values import ONE_GRAD_MODE, GraphFacts, gathers_by_layer, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.captured.copy_body import copy_body, copy_node, mark
-from hecate.passes.fx import Builder, arg, computed_from, skip_of, take_place
+from hecate.passes.captured.copy_body import copy_body, copy_node
+from hecate.passes.fx import Builder, arg, computed_from, erase_unused, skip_of, take_place
 from hecate.runtime.ops.experts import hold, own_experts
 from hecate.runtime.ops.node_ticket import NODE_TICKET_PARTS
 from hecate.runtime.ops.ticket import TICKET_PARTS
@@ -54,18 +54,15 @@ def exchange_rows(gm: GraphModule, context: PassContext) -> Outcome:
             if context.world_size > 1 and context.replicates:
                 _check_same_mode(facts, regions, context)
         except Refused as reason:
-            skipped.append(skip_of(context.name(layer), reason, *_users(gathers)))
+            # A gather itself stands at no line of the model's code.
+            users = sorted({user for gather in gathers for user in gather.users})
+            skipped.append(skip_of(context.name(layer), reason, *users))
             continue
         ways = [how_rows_travel(facts, region, context) for region in regions]
         skipped += dict.fromkeys(skip for way in ways for skip in way.skipped)
         _rewrite(ways, context)
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
-
-
-def _users(gathers: Sequence[Node]) -> list[Node]:
-    """Return the users of a layer's parameters; a gather itself stands at no line of the model's code."""
-    return sorted({user for gather in gathers for user in gather.users})
 
 
 def _check_same_mode(facts: GraphFacts, regions: Sequence[Region], context: PassContext) -> None:
@@ -87,9 +84,14 @@ def _rewrite(ways: Sequence[Way], context: PassContext) -> None:
     """Put the bodies onto this rank's slots and onto the rows that are exchanged for them."""
     regions = [way.region for way in ways]
     if context.world_size == 1:
+        # All experts are here, and rows are only counted.
         for region in regions:
             new: dict[Node, Node] = {}
-            _read_in_place(region, new)
+            for gather in region.gathers:
+                here = Builder(gather.graph, before=gather, layer=region.layer)
+                new[gather] = here.call(own_experts, arg(gather, 0), 1)
+            here = Builder(region.offsets.graph, after=region.offsets, layer=region.layer)
+            new[region.offsets] = here.call(torch.ops.hecate.count_rows.default, region.offsets, region.layer)
             copy_body(region, context, new, {})
             _replace(region, new)
         return
@@ -114,7 +116,7 @@ def _rewrite_call(way: Way, gathers: Sequence[Node], slots: _Slots, context: Pas
         ticket = _route_nodes(way.nodes, ticket)
     _exchange(region, ticket, new, alone=way.nodes.weights if way.nodes is not None else ())
     copy_body(region, context, new, replicas)
-    _replace(region, {exit: _send_back(region, new[exit], exit, ticket) for exit in region.exits})
+    _replace(region, {exit: _send_back(region, new[exit], ticket) for exit in region.exits})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +125,10 @@ class _Ticket:
 
     offsets: Node
     # splits, send and receive index; by_node has a middle index before the last, where rows cross to each node once
-    rest: tuple[Node, Node, Node]
+    rest: tuple[Node, ...]
     by_node: tuple[Node, ...] = ()
     counts: Node
     placement: Node
-
-
-def _read_in_place(region: Region, new: dict[Node, Node]) -> None:
-    """Read the experts, which at one rank are all here, in place; rows are only counted."""
-    for gather in region.gathers:
-        new[gather] = Builder(gather.graph, before=gather, layer=region.layer).call(own_experts, arg(gather, 0), 1)
-    counted = Builder(region.offsets.graph, after=region.offsets, layer=region.layer)
-    new[region.offsets] = counted.call(torch.ops.hecate.count_rows.default, region.offsets, region.layer)
 
 
 @dataclass(kw_only=True)
@@ -217,12 +211,8 @@ def _route(region: Region, context: PassContext, slots: _Slots, chunks: int) -> 
     parts = here.parts(route, TICKET_PARTS * chunks)
     tickets = []
     for chunk in range(chunks):
-        offsets, splits, send_index, receive_index = parts[TICKET_PARTS * chunk :][:TICKET_PARTS]
-        tickets.append(
-            _Ticket(
-                offsets=offsets, rest=(splits, send_index, receive_index), counts=counts, placement=slots.placement
-            )
-        )
+        offsets, *rest = parts[TICKET_PARTS * chunk :][:TICKET_PARTS]
+        tickets.append(_Ticket(offsets=offsets, rest=tuple(rest), counts=counts, placement=slots.placement))
     return tickets
 
 
@@ -230,19 +220,14 @@ def _route_nodes(nodes: NodeRows, ticket: _Ticket) -> _Ticket:
     """Add to a ticket the rows that relays pass on."""
     region = nodes.region
     here = Builder(region.offsets.graph, after=max(*ticket.rest, *nodes.tokens), layer=region.layer)
-    pieces = [_numbers(here, index) for index in nodes.tokens]
+    pieces = []
+    for index in nodes.tokens:
+        is_mask = value_of(index) is not None and value_of(index).dtype == torch.bool
+        pieces.append(here.method("squeeze", here.method("nonzero", index), 1) if is_mask else index)
     tokens = pieces[0] if len(pieces) == 1 else here.call(torch.cat, pieces)
     route = torch.ops.hecate.route_nodes.default
     parts = here.call(route, tokens, ticket.counts, ticket.placement, *ticket.rest, nodes.choices, region.layer)
     return replace(ticket, by_node=tuple(here.parts(parts, NODE_TICKET_PARTS)))
-
-
-def _numbers(here: Builder, index: Node) -> Node:
-    """Return numbers of tokens, also where a mask gives them."""
-    value = value_of(index)
-    if value is None or value.dtype != torch.bool:
-        return index
-    return here.method("squeeze", here.method("nonzero", index), 1)
 
 
 def _exchange(
@@ -280,7 +265,7 @@ def _compute_chunks(
     made = computed_from(region.gathers)
     for node in region.body:
         if node in made:
-            mark(copy_node(node, region, here, new, replicas), region)
+            copy_node(node, region, here, new, replicas)
     chunks = []
     for ticket in tickets:
         chunks.append(dict(new))
@@ -289,16 +274,16 @@ def _compute_chunks(
     for ticket, of_chunk in zip(tickets, chunks, strict=True):
         for node in region.body:
             if node not in made:
-                mark(copy_node(node, region, here, of_chunk, replicas), region)
+                copy_node(node, region, here, of_chunk, replicas)
         for exit in region.exits:
-            back = _send_back(region, of_chunk[exit], exit, ticket)
+            back = _send_back(region, of_chunk[exit], ticket)
             here.last = max(here.last, back)
             # Each row is in one chunk; in the others it is zero.
             results[exit] = here.call(operator.add, results[exit], back) if exit in results else back
     return results
 
 
-def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Node:
+def _send_back(region: Region, result: Node, ticket: _Ticket) -> Node:
     """Send a result back to its rows' ranks."""
     here = Builder(result.graph, after=result, layer=region.layer)
     rows = here.length(region.entries[0])
@@ -309,9 +294,7 @@ def _send_back(region: Region, result: Node, exit: Node, ticket: _Ticket) -> Nod
 
 def _replace(region: Region, results: dict[Node, Node]) -> None:
     """Use results in place of the exits, and remove unused nodes."""
-    body, graph = set(region.body), region.offsets.graph
+    body = set(region.body)
     for exit in region.exits:
         take_place(exit, results[exit], unless=body.__contains__)
-    for node in reversed((*region.gathers, *region.body)):
-        if not node.users:
-            graph.erase_node(node)
+    erase_unused((*region.gathers, *region.body))

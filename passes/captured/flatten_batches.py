@@ -16,22 +16,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import (
-    NO_AUTOCAST,
-    ONE_GRAD_MODE,
-    GraphFacts,
-    gathers_by_layer,
-    under_autocast,
-    value_of,
-)
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import Builder, arg, between, calls, computed_from, describe, skip_of, take_place
+from hecate.passes.fx import (
+    Builder,
+    arg,
+    between,
+    calls,
+    computed_from,
+    copy_place,
+    describe,
+    erase_unused,
+    exits_of,
+    skip_of,
+    take_place,
+)
 from hecate.passes.match import named
 
 
@@ -75,11 +79,6 @@ class _Batch:
     exits: tuple[Node, ...]
 
 
-def _shape(node: Any) -> tuple[Any, ...]:
-    value = value_of(node)
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
 def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batch | None:
     """Find the batched products of one layer and check them; None if it has none. Raises Refused."""
     views = computed_from(gathers)
@@ -89,36 +88,33 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
         for node in users
         if named(node, "bmm", "matmul")
         and arg(node, 1) in views
-        and len(_shape(arg(node, 1))) == len(_shape(arg(node, 0))) == 3
+        and len(shape_of(arg(node, 1))) == len(shape_of(arg(node, 0))) == 3
     }
     if not products:
         return None
-    biases = {view for view in views if _shape(view)[:2] == (num_experts, 1) and any(u in users for u in view.users)}
+    biases = {
+        view for view in views if shape_of(view)[:2] == (num_experts, 1) and any(u in users for u in view.users)
+    }
     # A bias may follow the last product.
     anchors = products | {node for node in users if any(source in biases for source in node.all_input_nodes)}
     inside = anchors | between(anchors, anchors)
     body = tuple(sorted(inside))
     outside = dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in views)
     entries = tuple(s for s in outside if any(s is arg(p, 0) for p in products))
-    exits = tuple(n for n in body if any(user not in inside for user in n.users))
+    exits = tuple(exits_of(inside))
     facts.refuse_changes_of((*outside, *body), until=body[-1])
-    if under_autocast(facts.graph):
-        raise Refused(
-            "it runs under autocast, which a grouped matmul does not know",
-            fix=NO_AUTOCAST,
-        )
-    if len({facts.grad_mode(node) for node in inside}) != 1:
-        raise Refused("gradients are switched on and off in it", fix=ONE_GRAD_MODE)
+    facts.refuse_autocast()
+    facts.refuse_mixed_modes(inside, "in it")
     # All of it is computed behind the last entry.
     last = max((*entries, *(bias for bias in biases if any(user in inside for user in bias.users))))
     if any(user < last for exit in exits for user in exit.users if user not in inside):
         raise Refused("a result is used before everything that it is computed with is known")
-    if len({str(_shape(entry)[1]) for entry in entries}) != 1:
+    if len({str(shape_of(entry)[1]) for entry in entries}) != 1:
         raise Refused("products of different numbers of rows")
     for entry in entries:
-        if _shape(entry)[0] not in (1, num_experts):
+        if shape_of(entry)[0] not in (1, num_experts):
             raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]", entry)
-    if any(isinstance(size, torch.SymInt) for node in exits for size in _shape(node)[2:]):
+    if any(isinstance(size, torch.SymInt) for node in exits for size in shape_of(node)[2:]):
         raise Refused("a width of its result is not known")
     # A product's result is one more input for the check: [E, C, f] whatever came in.
     checked = [node for node in body if node not in products]
@@ -148,7 +144,7 @@ def _rewrite(batch: _Batch) -> None:
     for entry in batch.entries:
         here = Builder(graph, after=max(entry, here.last))
         whole = entry
-        if value_of(entry).shape[0] != batch.num_experts:
+        if shape_of(entry)[0] != batch.num_experts:
             whole = here.method("expand", entry, batch.num_experts, -1, -1)
         new[entry] = here.method("unsqueeze", here.method("flatten", whole, 0, 1), 1)
     # Step 2: biases by the expert of each row.
@@ -167,18 +163,16 @@ def _rewrite(batch: _Batch) -> None:
             new[node] = here.method("unsqueeze", product, 1)
         else:
             new[node] = here.copy(node, new)
-        new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        copy_place(node, new[node])
         last = here.last
     # Step 4: results have their two dimensions again; the old body goes.
     inside = set(batch.body)
     for exit in batch.exits:
         here = Builder(graph, after=new[exit])
         size = here.method("size", first, 1)
-        result = here.method("reshape", new[exit], batch.num_experts, size, *_shape(exit)[2:])
+        result = here.method("reshape", new[exit], batch.num_experts, size, *shape_of(exit)[2:])
         take_place(exit, result, unless=inside.__contains__)
-    for node in reversed(batch.body):
-        if not node.users:
-            graph.erase_node(node)
+    erase_unused(batch.body)
 
 
 def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
@@ -193,10 +187,10 @@ def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
         x, w = arg(node, 1), arg(node, 2)
         if x in views:
             x, w, letters = w, x, letters[::-1]
-        if w not in views or x in views or len(_shape(w)) != 3:
+        if w not in views or x in views or len(shape_of(w)) != 3:
             continue
         plan = _plan(letters[0], letters[1], result)
-        if plan is not None and _shape(w)[letters[1].index(plan.expert)] == num_experts:
+        if plan is not None and shape_of(w)[letters[1].index(plan.expert)] == num_experts:
             _write(node, x, w, plan)
 
 
@@ -251,7 +245,7 @@ def _write(node: Node, x: Node, w: Node, plan: _Plan) -> None:
         sizes = [here.method("size", x, plan.x.index(letter)) for letter in plan.rows]
         rows = here.method("flatten", rows, 1, -2)
     if not has_expert:
-        rows = here.method("expand", rows, _shape(w)[plan.w.index(plan.expert)], -1, -1)
+        rows = here.method("expand", rows, shape_of(w)[plan.w.index(plan.expert)], -1, -1)
     weight = permuted(w, plan.w, plan.expert + plan.summed + plan.made)
     here.like = node
     out = here.call(torch.bmm, rows, weight)

@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, value_of
-from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.fx import arg, calls, describe, line_of
+from hecate.passes.base import Outcome, PassContext, Refused
+from hecate.passes.fx import calls, describe, skip_of
 
 _PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -43,9 +43,8 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
             plain = _plain_target(change) if modes[change] == modes[node] else None
             if early or plain is None:
                 why = f"{describe(early[0])} read it before" if early else "no plain form is known here"
-                reason = f"in-place {describe(change)} on expert rows: {why}"
-                line = str(line_of(change) or "")
-                skipped.append(Skip(where=str(node), reason=reason, fallback=False, line=line, fix=PLAIN_FORM))
+                refused = Refused(f"in-place {describe(change)} on expert rows: {why}", change, fix=PLAIN_FORM)
+                skipped.append(skip_of(str(node), refused, fallback=False))
                 break
             current = _replace(gm, current, change, plain)
             rewritten += 1
@@ -61,22 +60,15 @@ def _plain_target(change: Node) -> Any:
 def _replace(gm: GraphModule, current: Node, change: Node, plain: Any) -> Node:
     with gm.graph.inserting_before(change):
         new = gm.graph.create_node(change.op, plain, change.args, dict(change.kwargs))
-        new.meta = dict(change.meta)
-        if not _same_dtype(current, change):
+        kept = {change, new}
+        values = [value_of(operand) for operand in (current, *change.all_input_nodes)]
+        if len({value.dtype for value in values if isinstance(value, torch.Tensor) and value.ndim}) > 1:
             # An in-place operation keeps the dtype of its target, a plain one promotes.
-            new = gm.graph.call_method("type_as", (new, current))
             new.meta = dict(change.meta)
-    keep = {new, arg(new, 0) if new.target == "type_as" else new}
-    current.replace_all_uses_with(new, delete_user_cb=lambda user: user not in keep and user is not change)
+            new = gm.graph.call_method("type_as", (new, current))
+            kept.add(new)
+        new.meta = dict(change.meta)
+    current.replace_all_uses_with(new, delete_user_cb=lambda user: user not in kept)
     change.replace_all_uses_with(new)
     gm.graph.erase_node(change)
     return new
-
-
-def _same_dtype(current: Node, change: Node) -> bool:
-    dtypes = {
-        value.dtype
-        for value in (value_of(current), *(value_of(arg) for arg in change.all_input_nodes))
-        if isinstance(value, torch.Tensor) and value.ndim
-    }
-    return len(dtypes) <= 1

@@ -15,15 +15,23 @@ The rows are then sorted by expert, which is what exchange_rows needs.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.expert_loops import Loop, anchors_of, find_loops
-from hecate.passes.analysis.expert_uses import is_one_expert, is_transpose, matrix_operand
+from hecate.passes.analysis.expert_loops import (
+    Loop,
+    anchors_of,
+    find_loops,
+    is_one_expert,
+    is_transpose,
+    matrix_operand,
+)
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import Builder, arg, operands, skip_of, take_place
+from hecate.passes.fx import Builder, arg, copy_place, erase_unused, operands, skip_of, take_place
 
 
 def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
@@ -62,16 +70,21 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
         new[entries[0]] = here.call(torch.cat, list(entries))
 
     # Step 2: the first turn's computation, on all experts.
-    by_id = _ByExpert(here, offsets, new[first.entries[0]])
+
+    @cache
+    def ids() -> Node:
+        """Write the expert of each row, where it is first needed."""
+        return here.call(torch.ops.hecate.row_slots.default, offsets, here.method("size", new[first.entries[0]], 0))
+
     for view in first.views:
         new[view] = _grouped_view(here, view, new)
     anchors = anchors_of(first)
     for node in first.body:
         if node in anchors:
-            new[node] = _grouped_anchor(here, node, set(first.views), new, by_id)
+            new[node] = _grouped_anchor(here, node, set(first.views), new, offsets, ids)
         else:
             new[node] = here.copy(node, new)
-        new[node].meta |= {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        copy_place(node, new[node])
 
     # Step 3: every turn's result is its part of the whole.
     changed = {storage for _, storage in facts.changes}
@@ -90,39 +103,27 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
         if node not in old:
             last.append(node)
             last = node
-    for node in sorted({node for turn in loop.turns for node in (*turn.views, *turn.body)}, reverse=True):
-        if not node.users:
-            facts.graph.erase_node(node)
+    erase_unused(node for turn in loop.turns for node in (*turn.views, *turn.body))
 
 
-def _grouped_anchor(here: Builder, node: Node, views: set[Node], new: dict[Node, Node], by_id: _ByExpert) -> Node:
+def _grouped_anchor(
+    here: Builder, node: Node, views: set[Node], new: dict[Node, Node], offsets: Node, ids: Callable[[], Node]
+) -> Node:
     """Write a product or sum with one expert's parameter as one with those of all experts."""
     use = matrix_operand(node, views)
     if use == "bias":
         a, b = operands(node)
         bias, x = (a, b) if a in views else (b, a)
-        return here.call(operator.add, new.get(x, x), by_id.lookup(new[bias]))
+        return here.call(operator.add, new.get(x, x), here.call(operator.getitem, new[bias], ids()))
     x, w, *biases = operands(node)
     weight = here.method("transpose", new[w], 1, 2) if use == "linear" else new[w]
-    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, by_id.offsets, True)
+    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, offsets, True)
     if biases and biases[0] is not None:
         bias = new.get(biases[0], biases[0])
-        out = here.call(operator.add, out, by_id.lookup(bias) if biases[0] in views else bias)
+        if biases[0] in views:
+            bias = here.call(operator.getitem, bias, ids())
+        out = here.call(operator.add, out, bias)
     return out
-
-
-class _ByExpert:
-    """Looks parameters ``[E, N]`` up by the expert of each row; the ids are made when they are first needed."""
-
-    def __init__(self, here: Builder, offsets: Node, rows: Node) -> None:
-        self.here, self.offsets, self.rows = here, offsets, rows
-        self._ids: Node | None = None
-
-    def lookup(self, parameter: Node) -> Node:
-        if self._ids is None:
-            num_rows = self.here.method("size", self.rows, 0)
-            self._ids = self.here.call(torch.ops.hecate.row_slots.default, self.offsets, num_rows)
-        return self.here.call(operator.getitem, parameter, self._ids)
 
 
 def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:

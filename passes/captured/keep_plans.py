@@ -34,7 +34,10 @@ def _not_our_contexts(record: logging.LogRecord) -> bool:
 
 def keep_plans(gm: GraphModule, context: PassContext) -> Outcome:
     """Give every body that ``gm`` calls its context function."""
-    kept, rewritten = _kept(context.rematerialize), 0
+    # Collectives would communicate again.
+    saved = ("always",) if context.rematerialize else ("always", "unless rematerialized")
+    kept = frozenset(PLANS) | {c.whole for c in collectives() if c.saved_in_checkpoints in saved}
+    rewritten = 0
     for node in gm.graph.nodes:
         if not calls(node, _BODY):
             continue
@@ -45,12 +48,6 @@ def keep_plans(gm: GraphModule, context: PassContext) -> Outcome:
             body.meta[_KEY] = functools.partial(_contexts, kept, body.meta.get(_KEY))
             rewritten += 1
     return Outcome(rewritten=rewritten)
-
-
-def _kept(rematerialize: bool) -> frozenset[Any]:
-    """Return the operators whose results are saved: plans, and collectives that would communicate again."""
-    saved = ("always",) if rematerialize else ("always", "unless rematerialized")
-    return frozenset(PLANS) | {c.whole for c in collectives() if c.saved_in_checkpoints in saved}
 
 
 def _contexts(kept: frozenset[Any], users: Callable[[], Any] | None) -> Any:

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.expert_numbers import count_all
 from hecate.passes.analysis.torch_values import NO_AUTOCAST, under_autocast, value_of
-from hecate.passes.base import Outcome, PassContext, Skip
-from hecate.passes.fx import arg, calls, describe, line_of
+from hecate.passes.base import Outcome, PassContext, Refused, Skip
+from hecate.passes.fx import arg, calls, describe, skip_of
 from hecate.private import grouped_mm
 
 _SPELLING = "call torch.nn.functional.grouped_mm(rows, weight, offs=offsets) without bias and out_dtype"
@@ -36,14 +36,13 @@ def normalize_matmuls(gm: GraphModule, context: PassContext) -> Outcome:
         gathered = _gathers_behind(operands["weight"])
         if not gathered:
             continue
+        where = context.name(arg(gathered[0], 2))
         extra = [key for key in ("bias", "out_dtype") if operands.get(key) is not None]
         if extra or operands.get("offs") is None:
             reason = f"grouped matmul with {' and '.join(extra) or 'no offs'}: {describe(node)}"
-            line = str(line_of(node) or "")
-            skipped.append(Skip(where=context.name(arg(gathered[0], 2)), reason=reason, line=line, fix=_SPELLING))
+            skipped.append(skip_of(where, Refused(reason, node, fix=_SPELLING)))
             continue
         if autocast and getattr(value_of(operands["weight"]), "dtype", None) == torch.float32:
-            where = context.name(arg(gathered[0], 2))
             skipped.append(Skip(where=where, reason=_NOT_CAST, fallback=False, fix=NO_AUTOCAST))
         x, offsets = operands["input"], operands["offs"]
         filled = (True,) if count_all(offsets, x) else ()

@@ -55,10 +55,6 @@ class DumpFolder:
         self._page: dict[tuple[int, str], PartOfPage] = {}
         self._schedules: dict[tuple[int, str], Sequence[str]] = {}
 
-    def part(self, graph: int, part: str = "", names: Mapping[int, str] | None = None) -> GraphLog | None:
-        """Return the log of one part of graph number ``graph``, which is written here (:func:`graph_log`)."""
-        return graph_log(graph, part, names or {}, None if self.failed else self)
-
     def write(self, file: str, text: str, *, whole: bool = False) -> None:
         """Write a file, cut to its longest unless it is of use only as a ``whole``."""
         if self.failed:
@@ -119,8 +115,9 @@ def _cut(text: str, most: int) -> str:
     return f"{kept}\n# cut here: {missing} more lines, {len(encoded) - most} bytes; {how}\n"
 
 
-def graph_log(graph: int, part: str, names: Mapping[int, str], folder: DumpFolder | None = None) -> GraphLog | None:
+def graph_log(graph: int, part: str, names: Mapping[int, str], folder: DumpFolder | None) -> GraphLog | None:
     """Return the log of one part of graph number ``graph``; None if nobody reads it, for printing takes time."""
+    folder = None if folder is None or folder.failed else folder
     read = folder is not None or logging.getLogger("torch.__trace").handlers
     return GraphLog(DumpedPart(graph=graph, part=part), names, folder) if read else None
 
@@ -174,14 +171,11 @@ class GraphLog:
         )
         self._write(step, gm)
 
+    @_unless_ended
     def broken(self, index: int, name: str, gm: GraphModule) -> None:
         """Write what a failed pass left behind, as far as it can be printed."""
-        self._write_broken(index, name, gm)
-        self.end()
-
-    @_unless_ended
-    def _write_broken(self, index: int, name: str, gm: GraphModule) -> None:
         self._write(Step(index=index, name=f"{name}.broken", lines=self._printed(gm)), gm)
+        self.end()
 
     @_unless_ended
     def end(self) -> None:
@@ -197,7 +191,7 @@ class GraphLog:
             self._dumped.before = self._pictures[exchanged - 1 if exchanged else 0]
         for name, picture in (("before", self._dumped.before), ("after", self._dumped.after)):
             if picture is not None:
-                self._folder.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg(), whole=True)
+                self._folder.write(f"{self._dumped.folder}layer_{name}.svg", picture.svg, whole=True)
         self._folder.show(self._dumped)
 
     @_unless_ended

@@ -70,6 +70,15 @@ class DumpedPart:
         """Folder of its files in the folder of its rank."""
         return f"graph{self.graph}/{self.part}/" if self.part else f"graph{self.graph}/"
 
+    @property
+    def title(self) -> str:
+        return f"graph {self.graph}, {self.part or 'as captured'}"
+
+    @property
+    def anchor(self) -> str:
+        """Name of the part in links on the page."""
+        return f"graph{self.graph}-{self.part or 'captured'}"
+
     def file(self, step: Step, kind: str = "py") -> str:
         """Return the name of a file of one step."""
         return f"{self.folder}{step.title}.{kind}"
@@ -92,7 +101,7 @@ def part_of_page(part: DumpedPart, *, most: int) -> PartOfPage:
     layers = dict.fromkeys(line.layer for step in part.steps for line in step.lines if line.layer)
     return PartOfPage(
         html=text if len(text) <= most else "",
-        link=f'<a href="#{_anchor(part)}">{escape(_title(part))}</a>',
+        link=f'<a href="#{part.anchor}">{part.title}</a>',
         layers=tuple(layers),
     )
 
@@ -119,16 +128,8 @@ def _key(parts: Sequence[PartOfPage]) -> str:
     return f'<p class="key">{"".join(shown)}</p>'
 
 
-def _title(part: DumpedPart) -> str:
-    return f"graph {part.graph}, {part.part or 'as captured'}"
-
-
-def _anchor(part: DumpedPart) -> str:
-    return f"graph{part.graph}-{part.part or 'captured'}"
-
-
 def _part(part: DumpedPart, *, graphs: bool) -> str:
-    text = [f'<h2 id="{_anchor(part)}">{escape(_title(part))}</h2>', _table(part, graphs=graphs)]
+    text = [f'<h2 id="{part.anchor}">{part.title}</h2>', _table(part, graphs=graphs)]
     if not graphs:
         folder = escape(part.folder)
         text.append(f'<p>This page is full: the graphs are in <a href="{folder}">{folder}</a>.</p>')
@@ -138,7 +139,7 @@ def _part(part: DumpedPart, *, graphs: bool) -> str:
         if picture is not None and graphs:
             text.append(
                 f"<details{' open' if what == 'after' else ''}><summary>layer {escape(picture.layer)}, {what} its "
-                f'rows are exchanged</summary><div class="scroll">{picture.svg()}</div></details>'
+                f'rows are exchanged</summary><div class="scroll">{picture.svg}</div></details>'
             )
     text += [_step(part, step) for step in part.steps if step.lines and graphs]
     return "".join(text)
@@ -150,9 +151,10 @@ def _table(part: DumpedPart, *, graphs: bool) -> str:
         record = step.record
         if record is None:
             continue
-        plus, minus = _counts(step)
+        # The first two lines of a diff are its head.
+        plus, minus = (sum(line.startswith(sign) for line in step.diff[2:]) for sign in "+-")
         kind = "" if step.lines else "same" if record.enabled else "off"
-        where = f"#{_step_anchor(part, step)}" if graphs else part.file(step)
+        where = f"#{part.anchor}-{step.index}" if graphs else part.file(step)
         name = f'<a href="{escape(where)}">{step.name}</a>' if step.lines else step.name
         changed = f"+{plus} −{minus}" if step.lines else "nothing" if record.enabled else "off"  # noqa: RUF001  a minus as wide as +
         why = "; ".join(f"{skip.where}: {skip.reason}" for skip in record.skipped)
@@ -167,32 +169,20 @@ def _table(part: DumpedPart, *, graphs: bool) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _counts(step: Step) -> tuple[int, int]:
-    """Count lines that came and went; the first two lines of a diff are its head."""
-    body = step.diff[2:]
-    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
-
-
-def _step_anchor(part: DumpedPart, step: Step) -> str:
-    return f"{_anchor(part)}-{step.index}"
-
-
 def _step(part: DumpedPart, step: Step) -> str:
     diff = ""
     if step.diff:
         marks = {"+": "plus", "-": "minus", "@": "at"}
         lines = [(line, marks.get(line[:1], "")) for line in step.diff]
         diff = f"<details open><summary>difference</summary>{_pre(lines, part.file(step, 'diff'))}</details>"
-    graph = _pre([(line.text, _classes(line)) for line in step.lines], part.file(step))
+    classes = [(layer_class(line.layer), f"carries-{line.carries}" if line.carries else "") for line in step.lines]
+    shown = [(line.text, " ".join(filter(None, own))) for line, own in zip(step.lines, classes, strict=True)]
+    graph = _pre(shown, part.file(step))
     return (
         # A link to something inside opens what it is in; one to the outside does not.
-        f'<details><summary>{step.index:02} {escape(step.name)}</summary><div id="{_step_anchor(part, step)}">{diff}'
+        f'<details><summary>{step.index:02} {escape(step.name)}</summary><div id="{part.anchor}-{step.index}">{diff}'
         f"<details><summary>graph, {len(step.lines)} lines</summary>{graph}</details></div></details>"
     )
-
-
-def _classes(line: Line) -> str:
-    return " ".join(filter(None, (layer_class(line.layer), f"carries-{line.carries}" if line.carries else "")))
 
 
 def _pre(lines: Sequence[tuple[str, str]], file: str) -> str:

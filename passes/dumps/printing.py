@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from hecate.passes.dumps.value_names import expert_regions, pass_of, results_of, source_of
 from hecate.passes.fx import is_getitem, line_of
@@ -146,31 +147,33 @@ def _called(target: Any) -> str:
     return re.sub(r"[^\w.]", "_", dotted.replace("builtins.", ""))
 
 
+class _Spelled(str):
+    """A text that stands as it is in the ``repr`` of what it is in."""
+
+    __repr__ = str.__str__
+
+
 def literal(value: Any) -> str:
     """Return a value as it stands in Python code; something that parses, where it has no spelling."""
-    if isinstance(value, Node):
-        return value.name
-    if isinstance(value, tuple):
-        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(literal, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, slice):
-        return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
+    return repr(map_aggregate(value, _spelled))
+
+
+def _spelled(value: Any) -> Any:
     if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
+        return _Spelled(f"{type(value).__name__}.{value.name}")
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, Node):
+        return _Spelled(value.name)
+    if isinstance(value, torch.device):
+        return _Spelled(f"torch.device({str(value)!r})")
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return f"Sym({str(value)!r})"
-    if value is None or value is Ellipsis or isinstance(value, (bool, int, float, complex, str)):
-        return "..." if value is Ellipsis else repr(value)
+        return _Spelled(f"Sym({str(value)!r})")
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return str(value)
+        return _Spelled(value)
     if callable(value) and hasattr(value, "__name__"):
-        return _called(value)
-    return type(value).__name__
+        return _Spelled(_called(value))
+    return _Spelled("..." if value is Ellipsis else type(value).__name__)
 
 
 def value_of(node: Node) -> Any:

@@ -20,60 +20,48 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.fx import BODY_OF, between, closure_forward, computed_from, is_getitem, name_in_model, note
-from hecate.private import OpOverload, OpOverloadPacket, PlainAOTInput, names_in, qualified_name, rename, schema_of
+from hecate.private import OpOverload, OpOverloadPacket, PlainAOTInput, names_in, rename, schema_of
 from hecate.runtime.comm.collective import collective_of, start_of
 from hecate.runtime.ops.experts import hold
 from hecate.runtime.ops.registration import RESULTS, Results
 
 
+def _called_by(node: Node) -> Any:
+    """Return the operator or function that a node calls, of a half of a collective the whole; None for no call."""
+    if node.op != "call_function":
+        return None
+    target: Any = node.target
+    if (collective := collective_of(target)) is not None:
+        return collective.whole
+    return target.default if isinstance(target, OpOverloadPacket) and "default" in target.overloads() else target
+
+
 def results_of(node: Node) -> Results | None:
     """Return the names that a node's operator has for its results; None for all that is not Hecate's."""
-    target: Any = node.target
-    collective = collective_of(target)
-    if collective is not None:
-        target = collective.whole
-    elif isinstance(target, OpOverloadPacket) and "default" in target.overloads():
-        target = target.default
-    return RESULTS.get(target) if node.op == "call_function" else None
+    return RESULTS.get(_called_by(node))
 
 
 def operator_name(node: Node) -> str:
     """Return the name of Hecate's operator or function in a node; for a half of a collective the whole's; or ""."""
-    if node.op != "call_function":
-        return ""
-    collective = collective_of(node.target)
-    if collective is not None:
-        return collective.name
-    if isinstance(node.target, OpOverload):
-        space, _, name = schema_of(node.target).name.partition("::")
-    elif isinstance(node.target, OpOverloadPacket):
-        space, _, name = qualified_name(node.target).partition("::")
-    else:
-        return str(getattr(node.target, "__name__", "")) if node.target in RESULTS else ""
-    return name if space == "hecate" else ""
+    called = _called_by(node)
+    if isinstance(called, OpOverload):
+        space, _, name = schema_of(called).name.partition("::")
+        return name if space == "hecate" else ""
+    return str(getattr(called, "__name__", "")) if called in RESULTS else ""
 
 
 def layer_of(node: Node) -> int | None:
     """Return the id of the MoE layer that a node is for, by its arguments or its note; None if neither says it."""
-    if node.op != "call_function":
-        return _noted(node)
-    if is_getitem(node):
-        source = node.args[0]
-        return layer_of(source) if isinstance(source, Node) and operator_name(source) else _noted(node)
-    name = operator_name(node)
+    if is_getitem(node) and isinstance(node.args[0], Node) and operator_name(node.args[0]):
+        return layer_of(node.args[0])
     if node.target is hold:
         return _number(node.args[0])
-    target = node.target.default if isinstance(node.target, OpOverloadPacket) and name else node.target
-    if name and isinstance(target, OpOverload):
+    target = node.target if isinstance(node.target, OpOverload) else _called_by(node)
+    if operator_name(node) and isinstance(target, OpOverload):
         names = [argument.name for argument in schema_of(target).arguments]
         if "layer" in names and names.index("layer") < len(node.args):
             return _number(node.args[names.index("layer")])
-    return _noted(node)
-
-
-def _noted(node: Node) -> int | None:
-    found = node.meta.get("custom", {}).get("hecate_in", node.meta.get(BODY_OF))
-    return found if isinstance(found, int) else None
+    return _number(node.meta.get("custom", {}).get("hecate_in", node.meta.get(BODY_OF)))
 
 
 def _number(value: object) -> int | None:
@@ -194,11 +182,6 @@ def source_of(node: Node) -> str:
         return ""
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", str(source.name))
     return name_in_model(name)
-
-
-def sources_of(gm: GraphModule) -> list[str]:
-    """Return :func:`source_of` for each argument of a captured graph."""
-    return [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
 
 
 def note_sources(gm: GraphModule, sources: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import assert_never
 from torch.fx import Node
 
 from hecate.passes.base import PassContext
-from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.fx import arguments_of
 from hecate.runtime.comm.collective import Carries, collective_of, start_of
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops.dense import DENSE_SHARDS
@@ -41,11 +41,6 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
             assert_never(carries)
 
 
-def read_note(text: str) -> Span:
-    """Return the span that :func:`write_note` described, which has not run. Raises ValueError."""
-    return Span.of(text)
-
-
 def schedule_lines(spans: Iterable[Span]) -> list[str]:
     """Return a line for each layer and part of the graph, with milliseconds: collectives, behind how much compute."""
     lines: dict[tuple[str, str], list[str]] = {}
@@ -64,7 +59,7 @@ def _ms(seconds: float) -> str:
 def notes_in(nodes: Iterable[Node]) -> list[Span]:
     """Return the notes of all starts in a graph, as spans that have not run."""
     return [
-        read_note(arguments_of(node)["note"])
+        Span.of(arguments_of(node)["note"])
         for node in nodes
         if node.op == "call_function" and start_of(node.target) is not None
     ]

@@ -11,7 +11,7 @@ from torch.fx import Node
 from hecate.passes.final.in_flight import InFlight, in_flight
 from hecate.passes.final.node_cost import Clock, is_heavy
 from hecate.passes.final.positions import Key, Phase, Plan
-from hecate.passes.fx import is_getitem
+from hecate.passes.fx import is_getitem, reached
 from hecate.runtime.comm.collective import start_of, wait_of
 
 
@@ -69,15 +69,12 @@ def _beside_counts(
             break
         if is_getitem(node) and not node.users:
             continue
-        if not late or node in drawn or _has_effect(node) or not stays.isdisjoint(node.users):
+        has_effect = _is_half(node) or not node.users or node.is_impure()
+        if not late or node in drawn or has_effect or not stays.isdisjoint(node.users):
             stays.add(node)
         elif not is_heavy(node):
             found.append(turn)
     return found
-
-
-def _has_effect(node: Node) -> bool:
-    return _is_half(node) or not node.users or node.is_impure()
 
 
 def _drawn_from(nodes: Sequence[Node]) -> set[Node]:
@@ -163,13 +160,11 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
 
 def _needed_after(node: Node, at: int, position: dict[Node, int], moved: Sequence[Node]) -> set[Node]:
     """Return ``node`` and its sources among the nodes behind position ``at``, without those that moved already."""
-    found, stack = {node}, [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if position.get(source, -1) > at and source not in found and source not in moved:
-                found.add(source)
-                stack.append(source)
-    return found
+
+    def sources(node: Node) -> list[Node]:
+        return [source for source in node.all_input_nodes if position.get(source, -1) > at and source not in moved]
+
+    return {node} | reached([node], sources)
 
 
 def _is_half(node: Node) -> bool:

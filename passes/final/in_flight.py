@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from hecate.passes.final.aten_values import arguments_of
+from hecate.passes.fx import arguments_of
 from hecate.runtime.comm.collective import Collective, start_of, wait_of
 
 

@@ -15,8 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from hecate.passes.base import PassContext
-from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.fx import calls, fake_mode_of, is_getitem, is_view
+from hecate.passes.fx import arguments_of, calls, fake_mode_of, is_getitem, is_view
 from hecate.private import ATTENTION, ATTENTION_BACKWARD, tree_leaves, tree_map
 from hecate.runtime.comm.collective import Collective, collective_of, start_of, wait_of, whole_of
 from hecate.runtime.ops.dense import DENSE_SHARDS
@@ -71,7 +70,11 @@ def flops(node: Node) -> sympy.Expr:
 def bytes_of(values: Any) -> sympy.Expr:
     """Return the bytes of all tensors in a tree of fake tensors."""
     return sum(
-        (_expression(value.numel()) * value.element_size() for value in tree_leaves(values) if _is_tensor(value)),
+        (
+            _expression(value.numel()) * value.element_size()
+            for value in tree_leaves(values)
+            if isinstance(value, Tensor)
+        ),
         start=sympy.S.Zero,
     )
 
@@ -139,16 +142,9 @@ class Clock:
     def number(self, size: Any) -> int:
         """Return a size as a number."""
         expression = _expression(size)
-        unknown = expression.free_symbols
-        if not unknown:
-            return int(expression)
-        return int(expression.subs({symbol: self._hint(symbol) for symbol in unknown}))
-
-    def _hint(self, symbol: Any) -> int:
-        if symbol in self.guesses:
-            return self.guesses[symbol]
-        # It is the length of a shard, or a size of which nothing is known.
-        return int(self.hints.get(symbol, self.context.owned))
+        # A symbol without a guess or hint is the length of a shard, or a size of which nothing is known.
+        known = {s: self.guesses.get(s, self.hints.get(s, self.context.owned)) for s in expression.free_symbols}
+        return int(expression.subs(known) if known else expression)
 
     def seconds(self, node: Node) -> float:
         """Return the compute time of one node: its operations or its bytes, whichever takes longer."""
@@ -227,7 +223,7 @@ def wire_itemsize(start: Node, tensor: Tensor) -> int:
 
 def wire_bytes(start: Node, carried: Iterable[Any]) -> sympy.Expr:
     """Return the bytes of the tensors in ``carried``, as they travel."""
-    values = [value for one in carried if _is_tensor(value := _value(one))]
+    values = [value for one in carried if isinstance(value := _value(one), Tensor)]
     return sum((_expression(value.numel()) * wire_itemsize(start, value) for value in values), start=sympy.S.Zero)
 
 
@@ -240,10 +236,6 @@ def tensors_of(start: Node) -> list[Node]:
 
 def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _expression(size: Any) -> sympy.Expr:

@@ -16,9 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.final.aten_values import arguments_of
 from hecate.passes.final.collective_notes import write_note
-from hecate.passes.fx import Builder, take_place
+from hecate.passes.fx import Builder, arguments_of, take_place
 from hecate.runtime.comm.collective import whole_of
 
 # Tensors without lines, by dtype, device and shape of a line.

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from hecate.passes.fx import arg, calls
+from hecate.passes.fx import arg, calls, option
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def added(node: Node) -> tuple[Node, Node, Node] | None:
 
 def writes_sums(write: Node) -> bool:
     """Tell whether ``index_put`` adds to the values there; by default it overwrites them."""
-    return bool(write.args[3] if len(write.args) > 3 else write.kwargs.get("accumulate", False))
+    return bool(option(write, 3, "accumulate", False))
 
 
 def is_zeros(node: Node) -> bool:

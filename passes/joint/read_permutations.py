@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, is_getitem, take_place
+from hecate.passes.fx import Builder, arg, calls, erase_unused, is_getitem, option, take_place
 from hecate.passes.joint.additions import added, adds_in_any_order, is_zeros, same_sizes, value_of, writes_sums
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -50,9 +50,7 @@ def _rewrite(addition: Node, zeros: Node, index: Node, rows: Node) -> bool:
         split = here.call(aten.view.default, read, [-1, each, *_sizes_of(row, rows, here)])
         read = here.call(aten.sum.dim_IntList, split, [1])
     take_place(addition, read)
-    for node in (addition, zeros):
-        if not node.users:
-            node.graph.erase_node(node)
+    erase_unused([addition, zeros])
     return True
 
 
@@ -86,8 +84,7 @@ def _sorted_from(order: Node) -> Node | None:
 
 def _ascends(order: Node) -> bool:
     """Tell whether a sort is ascending; the order of a sorted order is then its inverse."""
-    sort = arg(order, 0)
-    return not (arg(sort, 2) if len(sort.args) > 2 else sort.kwargs.get("descending", False))
+    return not option(arg(order, 0), 2, "descending", False)
 
 
 def _inverted_from(inverse: Node) -> Node | None:

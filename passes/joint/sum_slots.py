@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, take_place
+from hecate.passes.fx import Builder, arg, calls, erase_unused, take_place
 from hecate.passes.joint.additions import added, adds_in_any_order, is_zeros, same_sizes, value_of
 
 aten, hecate = torch.ops.aten, torch.ops.hecate
@@ -45,7 +45,5 @@ def _rewrite(addition: Node, zeros: Node, slots: Node, rows: Node) -> bool:
     sums = here.call(hecate.grouped_mm_weight_grad.default, ones, rows, offsets, False)
     new = here.call(aten.squeeze.dim, sums, 1)
     take_place(addition, new)
-    for node in (addition, zeros):
-        if not node.users:
-            node.graph.erase_node(node)
+    erase_unused([addition, zeros])
     return True

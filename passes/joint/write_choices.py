@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import Builder, arg, calls, is_getitem, take_place
+from hecate.passes.fx import Builder, arg, calls, is_getitem, option, take_place
 from hecate.passes.joint.additions import adds_in_any_order, is_zeros, value_of
 
 aten = torch.ops.aten
@@ -42,6 +42,4 @@ def _are_found_along(places: Any, dimension: int) -> bool:
     """Tell whether places are the second result of a top-k over ``dimension``."""
     if not is_getitem(places) or arg(places, 1) != 1 or not calls(arg(places, 0), aten.topk):
         return False
-    found: Node = arg(places, 0)
-    along: Any = found.args[2] if len(found.args) > 2 else found.kwargs.get("dim", -1)
-    return bool(along % value_of(places).dim() == dimension)
+    return bool(option(arg(places, 0), 2, "dim", -1) % value_of(places).dim() == dimension)

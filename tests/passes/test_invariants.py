@@ -10,13 +10,13 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes import FINAL_PASSES, PassContext
 from hecate.passes.captured.exchange_rows import exchange_rows
-from hecate.passes.final.aten_values import arguments_of
-from hecate.passes.final.collective_notes import notes_in, read_note
+from hecate.passes.final.collective_notes import notes_in
 from hecate.passes.final.split_collectives import split_collectives
-from hecate.passes.fx import calls
+from hecate.passes.fx import arguments_of, calls
 from hecate.passes.invariants import InvalidGraphError, verify, verify_final
 from hecate.passes.runner import run_passes
 from hecate.runtime.comm.collective import collective_named, start_of, wait_of
+from hecate.runtime.comm.queue import Span
 from tests.support.graphs import GraphUnderTest, H, apply
 from tests.support.graphs import two_layers as traced
 
@@ -132,7 +132,7 @@ def test_every_note_can_be_read_back() -> None:
     found = notes_in(final_graph().graph.nodes)
     assert [note.operator for note in found if note.subject.startswith("layer")]
     with pytest.raises(ValueError):
-        read_note("forward exchange soon 1.0 64 a layer")
+        Span.of("forward exchange soon 1.0 64 a layer")
 
 
 def exchanged() -> GraphModule:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from hecate.passes import PASSES, REQUIRED, STAGES, Outcome, PassContext, Rewrite, name_of, summary_of
-from hecate.passes.dumps.folder import DumpFolder, own_folder
+from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.dumps.value_names import pass_of
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import InvalidGraphError
@@ -49,7 +49,7 @@ def dumped(folder: Path, **options: Any) -> DumpFolder:
     g = GraphUnderTest()
     names = {g.layer: "model.experts"}
     dumps = DumpFolder(folder, **options)
-    log = dumps.part(3, names=names)
+    log = graph_log(3, "", names, dumps)
     run_passes(region(g), PassContext(world_size=2, replicates=True, layer_names=names), dump=log)
     return dumps
 
@@ -110,7 +110,7 @@ def test_a_graph_that_a_pass_broke_is_dumped(tmp_path: Path) -> None:
     def fail(gm: GraphModule, context: PassContext) -> Outcome:
         raise ZeroDivisionError
 
-    log = DumpFolder(tmp_path).part(0)
+    log = graph_log(0, "", {}, DumpFolder(tmp_path))
     with pytest.raises(ZeroDivisionError):
         run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
     assert (tmp_path / "graph0/01_fail.broken.py").exists()
@@ -125,12 +125,12 @@ def test_a_dump_that_cannot_be_written_ends_and_the_passes_run(
     (tmp_path / "file").write_text("")
     g = GraphUnderTest()
     names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path / "file")
-    log = dumps.part(0, names=names)
+    log = graph_log(0, "", names, dumps)
     with pytest.warns(UserWarning, match="the training goes on") as warned:
         records = run_passes(region(g), PassContext(world_size=2, layer_names=names), dump=log)
     assert len(warned) == 1 and dumps.failed and not dumps.whole
     assert {record.name: record.rewritten for record in records}["exchange_rows"] == 1
-    assert dumps.part(1, names=names) is None
+    assert graph_log(1, "", names, dumps) is None
 
 
 def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
@@ -144,7 +144,7 @@ def test_what_fails_in_printing_or_naming_does_not_hide_the_error_of_a_pass(
         raise ZeroDivisionError
 
     dumps = DumpFolder(tmp_path)
-    log = dumps.part(0)
+    log = graph_log(0, "", {}, dumps)
     with pytest.warns(UserWarning, match="no dump of this graph"), pytest.raises(ZeroDivisionError):
         run_passes(region(GraphUnderTest()), CONTEXT, passes=(fail,), dump=log)
     assert not dumps.whole and not dumps.failed, "what comes later can be written"
@@ -172,7 +172,7 @@ def test_a_page_has_a_longest_size(tmp_path: Path, g: GraphUnderTest) -> None:
         context = PassContext(world_size=2, layer_names=names)
         h = GraphUnderTest()
         h.layer = g.layer
-        run_passes(region(h), context, dump=dumps.part(graph, names=names))
+        run_passes(region(h), context, dump=graph_log(graph, "", names, dumps))
     page = (tmp_path / "index.html").read_text()
     assert len(page) < 4 * 20_000 + 10_000
     assert f'<a href="#graph0-captured-{EXCHANGE}">' in page
@@ -184,7 +184,7 @@ def test_a_graph_that_comes_with_rows_exchanged_has_no_picture_of_before(tmp_pat
     names, dumps = {g.layer: "model.experts"}, DumpFolder(tmp_path)
     gm = region(g)
     run_passes(gm, PassContext(world_size=2, layer_names=names))
-    run_passes(gm, PassContext(world_size=2, layer_names=names), passes=(), dump=dumps.part(0, names=names))
+    run_passes(gm, PassContext(world_size=2, layer_names=names), passes=(), dump=graph_log(0, "", names, dumps))
     assert (tmp_path / "graph0/layer_after.svg").exists() and not (tmp_path / "graph0/layer_before.svg").exists()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import hecate
 import tests
 from hecate.graph import backend
-from hecate.graph.chosen_experts import refuse_chosen_experts
+from hecate.graph.backend import refuse_chosen_experts
 from hecate.wrap.parameter_reads import UntracedReadError
 
 TEMPLATE = """

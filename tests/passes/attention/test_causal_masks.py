@@ -20,9 +20,9 @@ import hecate
 from hecate.graph.lowering import NotRun, capturing
 from hecate.passes import PASSES
 from hecate.passes.attention import mask_cone
-from hecate.passes.attention.drop_causal_masks import _rewrite, drop_causal_masks
+from hecate.passes.attention.attention_calls import Scope, change_operands
+from hecate.passes.attention.drop_causal_masks import drop_causal_masks
 from hecate.passes.attention.mask_cone import MaskCone
-from hecate.passes.attention.scope import Scope
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import verify
@@ -235,7 +235,7 @@ def test_ranks_may_answer_differently() -> None:
     assert found.rewritten == 0
     (node,) = (n for n in found.graphs[0].graph.nodes if n.target is F.scaled_dot_product_attention)
     before = fingerprint(found.graphs[0])
-    _rewrite(node)
+    change_operands(node, {"attn_mask": None, "is_causal": True})
     assert found.attention()[0]["is_causal"] and fingerprint(found.graphs[0]) == before
 
 
@@ -351,6 +351,9 @@ def test_a_cone_says_what_its_mask_is() -> None:
         near = positions[None] > positions[:, None] - 3
         return (near & (positions[None] <= positions[:, None])).expand(q.shape[0], 1, -1, -1).clone()
 
+    def evaluate(cone: MaskCone, batch: int, queries: int, keys: int) -> torch.Tensor:
+        return torch.cat([rows for _, rows in reversed(list(cone.rows(batch, queries, keys)))], dim=-2)
+
     cones: list[MaskCone] = []
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -364,12 +367,12 @@ def test_a_cone_says_what_its_mask_is() -> None:
     opened, fixed = cones
     assert not opened.is_fixed and fixed.is_fixed
     for sizes in ((2, 8), (3, 5), (1, 1)):
-        assert torch.equal(opened.evaluate(*sizes, sizes[1]), window(torch.zeros(sizes)))
-    assert torch.equal(fixed.evaluate(2, 8, 8), window(torch.zeros(2, 8)))
+        assert torch.equal(evaluate(opened, *sizes, sizes[1]), window(torch.zeros(sizes)))
+    assert torch.equal(evaluate(fixed, 2, 8, 8), window(torch.zeros(2, 8)))
     with pytest.raises(Refused, match="size of 5 where the graph has 8"):
-        fixed.evaluate(2, 5, 5)
+        evaluate(fixed, 2, 5, 5)
     with pytest.raises(Refused, match="size of 6"):
-        opened.evaluate(2, 5, 6)
+        evaluate(opened, 2, 5, 6)
 
 
 # --- whole models ---
