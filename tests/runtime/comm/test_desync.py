@@ -28,7 +28,6 @@ from tests.support.extent import ALL
 from tests.support.layers import add_layer
 from tests.support.ranks import run_ranks
 
-_HERE = "tests.runtime.comm.test_desync"
 _LAYERS, _EXPERTS, _WIDTH, _STEPS = 3, 6, 4, 4
 # The timeout of the groups, and what a desync may take to be named.
 _TIMEOUT, _SOON = 60, 20
@@ -272,7 +271,7 @@ def plant(kind: str, number: int, quick: bool = True) -> list[tuple[str, float]]
 )
 def test_a_planted_desync_is_named_on_all_ranks(kind: str, ranks: int) -> None:
     number = 10 if ALL else 1
-    results = run_ranks(f"{_HERE}:plant", ranks, timeout=800, kind=kind, number=number)
+    results = run_ranks(plant, ranks, timeout=800, kind=kind, number=number)
     for index, fault in enumerate(faults(kind, number, ranks)):
         for rank, result in enumerate(results):
             message, seconds = result[index]

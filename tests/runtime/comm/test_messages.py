@@ -18,7 +18,6 @@ from hecate.runtime.comm.history import history_of
 from hecate.runtime.comm.world import World
 from tests.support.ranks import RanksFailed, run_ranks
 
-_HERE = "tests.runtime.comm.test_messages"
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 _SOON, _LATE = 0.01, 60
 
@@ -175,7 +174,7 @@ def on_ranks() -> str:
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_messages_equal_a_collective_and_wait_for_nobody_else() -> None:
-    assert run_ranks(f"{_HERE}:on_ranks", 3, timeout=240) == ["ok"] * 3
+    assert run_ranks(on_ranks, 3, timeout=240) == ["ok"] * 3
 
 
 def die_amid_a_message() -> None:
@@ -203,6 +202,6 @@ def test_a_rank_that_is_killed_amid_a_message_is_named() -> None:
     """gloo lets those wait to whom it was sending, until the group's timeout."""
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(f"{_HERE}:die_amid_a_message", 2, timeout=240)
+        run_ranks(die_amid_a_message, 2, timeout=240)
     assert "cannot end: rank 1 has not been heard of for" in str(failure.value)
     assert time.monotonic() - start < 60

@@ -69,7 +69,7 @@ def of_the_user() -> dict[str, bool]:
 
 @pytest.mark.distributed
 def test_keys_of_a_group_beside_the_users_are_of_this_start() -> None:
-    for found in run_ranks("tests.runtime.comm.test_start:of_the_user", 2):
+    for found in run_ranks(of_the_user, 2):
         assert found == {"ours": True, "theirs": False}
 
 
@@ -97,4 +97,4 @@ def test_ranks_tell_each_other_before_there_is_a_group(own_store: bool) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
     told = [f"I am rank {rank}" for rank in range(3)]
-    assert run_ranks(f"{__name__}:tell", 3, port=port) == 3 * [told]
+    assert run_ranks(tell, 3, port=port) == 3 * [told]

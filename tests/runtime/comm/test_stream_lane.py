@@ -135,14 +135,3 @@ def test_a_capture_has_no_times(cuda: Cuda) -> None:
     own.begin_step()
     queue.wait(queue.start(job(own, cuda, "all-to-all"), NOTE))
     assert not own.spans and not any(event.timed for event in cuda.events)
-
-
-def test_an_error_comes_out_at_the_wait(cuda: Cuda) -> None:
-    own = cuda.queue()
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    number = queue.start(Job(own, fail), NOTE)
-    with pytest.raises(ValueError, match="no"):
-        queue.wait(number)

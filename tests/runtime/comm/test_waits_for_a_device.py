@@ -29,7 +29,6 @@ from tests.support.fake_cuda import CPU, Cuda, Event, Stream
 from tests.support.layers import add_layer
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 
-_HERE = "tests.runtime.comm.test_waits_for_a_device"
 _EXPERTS = 4
 # Timeouts of groups: one that nobody should have to wait for, and one that somebody has to.
 _LONG, _SHORT = 60, 6
@@ -130,7 +129,7 @@ def wait_in_vain(fault: str, on_stream: bool, quick: bool = True) -> tuple[str, 
 def both(fault: str) -> tuple[list[Any], list[Any]]:
     """Over gloo on a thread, and on a stream."""
     over_gloo, on_stream = (
-        run_ranks(f"{_HERE}:wait_in_vain", 2, timeout=100, fault=fault, on_stream=lane) for lane in (False, True)
+        run_ranks(wait_in_vain, 2, timeout=100, fault=fault, on_stream=lane) for lane in (False, True)
     )
     return over_gloo, on_stream
 
@@ -157,7 +156,7 @@ def test_a_rank_that_never_comes_is_named_before_the_timeout_ends_the_process() 
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_is_named() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(f"{_HERE}:wait_in_vain", 2, timeout=100, fault="killed", on_stream=True)
+        run_ranks(wait_in_vain, 2, timeout=100, fault="killed", on_stream=True)
     message = r"after ([\d.]+) s RankEndedError: hecate: gather_counts of .* cannot end: rank 1 has not been heard of"
     told = re.search(message, str(failure.value))
     assert told is not None, failure.value

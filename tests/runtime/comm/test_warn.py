@@ -18,8 +18,6 @@ from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import rank_and_size, run_step
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.runtime.comm.test_warn"
-
 
 class Noisy(torch.optim.SGD):
     """Draws random numbers, so nobody can try whether it is right on shards."""
@@ -59,7 +57,7 @@ def as_errors(folder: str) -> dict[str, str]:
 
 @pytest.mark.distributed
 def test_all_ranks_raise_what_all_of_them_are_warned_of(tmp_path: Path) -> None:
-    first, second = run_ranks(f"{_HERE}:as_errors", 2, folder=str(tmp_path), timeout=120)
+    first, second = run_ranks(as_errors, 2, folder=str(tmp_path), timeout=120)
     assert {name: text.partition(":")[0] for name, text in first.items()} == {
         "float16": "UserWarning",
         "optimizer": "UserWarning",

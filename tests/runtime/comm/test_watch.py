@@ -25,8 +25,6 @@ from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 from tests.support.threads import on_threads
 
-_HERE = "tests.runtime.comm.test_watch"
-
 
 def compiled() -> torch.nn.Module:
     model = hecate.compile(PlainLanguageModel(hidden=8, layers=1, experts=2), hecate.Config(backend="aot_eager"))
@@ -116,14 +114,14 @@ def test_ranks_wait_as_long_as_their_group_says(
 
 @pytest.mark.distributed
 def test_who_waits_for_whom_in_what() -> None:
-    first, second = run_ranks(f"{_HERE}:come_late", 2, timeout=100)
+    first, second = run_ranks(come_late, 2, timeout=100)
     assert "rank 0 has waited for" in first and "s in hecate.stats: rank 1 does not say that it waits" in first
     assert second == ""
 
 
 @pytest.mark.distributed
 def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() -> None:
-    first, second = run_ranks(f"{_HERE}:leave_early", 2, timeout=100)
+    first, second = run_ranks(leave_early, 2, timeout=100)
     assert "it has called the model twice and this rank 3 times: has its loop ended earlier?" in first
     assert "equally many batches" in first and "synced_gpus=True" in first
     assert second == ""
@@ -131,7 +129,7 @@ def test_a_rank_that_left_its_loop_is_told_by_how_often_it_called_the_model() ->
 
 @pytest.mark.distributed
 def test_a_meeting_of_ranks_that_call_different_things_or_do_not_come_ends() -> None:
-    first, second = run_ranks(f"{_HERE}:go_elsewhere", 2, timeout=100)
+    first, second = run_ranks(go_elsewhere, 2, timeout=100)
     assert "hecate.stats on rank 0, but rank 1 waits in exchange of layer 0" in first["in an exchange"]
     assert "call it on all ranks together" in first["in an exchange"]
     assert "hecate.stats on rank 0, but rank 1 calls state_dict" in first["another"]
@@ -154,7 +152,7 @@ def save_on_rank_0() -> None:
 def test_saving_on_one_rank_alone_ends_all_of_them() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(f"{_HERE}:save_on_rank_0", 2, timeout=100)
+        run_ranks(save_on_rank_0, 2, timeout=100)
     assert "hecate: state_dict on rank 0, but rank 1 waits in" in str(failure.value)
     assert "call it on all ranks together" in str(failure.value)
     assert time.monotonic() - start < 60

@@ -45,9 +45,6 @@ def test_a_group_is_started_with_what_its_devices_need() -> None:
     assert backend_for(["xpu", "xpu"]) is None
     with pytest.raises(ValueError, match=r"on cpu on ranks \[0, 2\], on cuda on ranks \[1\]\. Move it"):
         backend_for(["cpu", "cuda a", "cpu"])
-
-
-def test_ranks_that_share_a_gpu_talk_over_gloo_and_are_told() -> None:
     with pytest.warns(UserWarning, match=r"4 ranks on 2 GPU\(s\).*one rank for each GPU"):
         assert backend_for(["cuda a", "cuda b", "cuda a", "cuda b"]) == "gloo"
 
@@ -139,4 +136,4 @@ def _for_cpu(group: Any) -> str:
 
 @pytest.mark.distributed
 def test_a_model_on_the_cpu_runs_beside_a_gpu() -> None:
-    assert run_ranks(f"{__name__}:beside_a_gpu", 2) == 2 * [["cpu:gloo", "cpu:gloo"]]
+    assert run_ranks(beside_a_gpu, 2) == 2 * [["cpu:gloo", "cpu:gloo"]]
