@@ -17,13 +17,16 @@ import torch.distributed as dist
 
 import hecate
 from hecate.compiled_model import compiled_model_of
-from hecate.runtime.comm import agreement, collectives, watch
+from hecate.runtime.comm import agreement, collectives, heartbeat, watch
 from hecate.runtime.comm.history import history_of, known_groups
 from hecate.runtime.comm.start import timeout_of
 from hecate.runtime.comm.world import World
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.ranks import RanksFailed, message_of, run_ranks
 from tests.support.threads import on_threads
+
+# Ranks tell each other more often than they do for users.
+_OFTEN = 0.2
 
 
 def compiled() -> torch.nn.Module:
@@ -49,14 +52,14 @@ def come_late() -> str:
 
 def leave_early() -> str:
     """On rank 0: what is in the log when the loop of rank 1 has fewer batches, and its last comes late."""
-    watch.TOLD, watch.FIRST = 0.5, 2.0
+    heartbeat.EVERY, watch.TOLD, watch.FIRST = _OFTEN, 0.5, 1.0
     model = compiled()
     handler = logging.StreamHandler(io.StringIO())
     logging.getLogger("hecate").addHandler(handler)
     with torch.no_grad():
         for step in range(2):
             if (step, dist.get_rank()) == (1, 1):
-                time.sleep(5)
+                time.sleep(3)
             model(batch(step))
     logging.getLogger("hecate").removeHandler(handler)
     return handler.stream.getvalue()
@@ -64,27 +67,30 @@ def leave_early() -> str:
 
 def go_elsewhere() -> dict[str, str]:
     """On one rank: what is raised when rank 0 calls what rank 1 does not, which is elsewhere or never comes."""
+    heartbeat.EVERY = _OFTEN
     model = compiled()
-    group = compiled_model_of(model, "test").world.group
+    group, store = compiled_model_of(model, "test").world.group, dist.distributed_c10d._get_default_store()
     assert group is not None
     found, told = {}, watch.TOLD
     watch.TOLD = 0.5
     dist.barrier()
     if dist.get_rank() == 0:
         found["in an exchange"] = message_of(lambda: hecate.stats(model))
+        store.set("said", "yes")
     else:
         # As it looks to others: in a collective that the first rank has not begun.
         history_of(group).number += 1
         with watch.watched(group, "exchange of layer 0"):
-            time.sleep(3)
+            while not store.check(["said"]):
+                time.sleep(0.05)
         history_of(group).number -= 1
         # What was pretended is told until the next round; no rank ever takes back a number.
-        time.sleep(2)
+        time.sleep(5 * _OFTEN)
     dist.barrier()
     watch.TOLD = told
     found |= {"another": message_of(model.state_dict if dist.get_rank() else lambda: hecate.stats(model))}
     dist.barrier()
-    with mock.patch.object(agreement, "timeout_of", return_value=1.5):
+    with mock.patch.object(agreement, "timeout_of", return_value=0.5):
         found["alone"] = message_of(model.state_dict) if dist.get_rank() == 0 else ""
     dist.barrier()
     hecate.stats(model)
@@ -138,6 +144,7 @@ def test_a_meeting_of_ranks_that_call_different_things_or_do_not_come_ends() -> 
 
 
 def save_on_rank_0() -> None:
+    heartbeat.EVERY, watch.TOLD = _OFTEN, 0.5
     model = build("qwen3_moe", layers=1)
     hecate.compile(model, hecate.Config(backend="aot_eager"))
     for step in range(3):
