@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hecate
@@ -15,7 +18,6 @@ from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.support.parity import clear_gradients, compare, rank_and_size, run_step, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
-_HERE = "tests.hecate_compile.test_graph_breaks"
 EAGER = hecate.Config(backend="aot_eager")
 
 
@@ -61,13 +63,9 @@ def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
 
 
 def uneven_owners() -> float:
-    pairs = [_pair(AfterBreak), _pair(EveryExpert)]
+    """Of three experts one rank owns two."""
+    pairs = [_pair(AfterBreak, experts=3), _pair(EveryExpert, experts=3)]
     return max(_step(*pair, batch(step)) for pair in pairs for step in range(2))
-
-
-@pytest.mark.distributed
-def test_ranks_that_own_other_numbers_of_experts_agree_on_graphs_behind_a_break() -> None:
-    assert max(run_ranks(f"{_HERE}:uneven_owners", 3)) < 1e-5
 
 
 def branches() -> dict[str, Any]:
@@ -136,13 +134,11 @@ class EveryExpert(ListMoE):
 
 
 def loops() -> dict[str, Any]:
-    """The first forward of a model whose loop is not traced and leaves experts out, and steps of those that may."""
+    """The first forward of a model whose loop is not traced and leaves experts out, and steps of one that may."""
     model, _ = _pair(Guarded, layers=2)
-    message, errors = message_of(lambda: model(batch(0), batch(0))), []
-    for kind, config in ((EveryExpert, EAGER), (Guarded, hecate.Config(backend="aot_eager", policy="replicate"))):
-        model, reference = _pair(kind, config)
-        errors += [_step(model, reference, batch(step)) for step in range(2)]
-    return {"message": message, "errors": errors}
+    message = message_of(lambda: model(batch(0), batch(0)))
+    model, reference = _pair(Guarded, hecate.Config(backend="aot_eager", policy="replicate"))
+    return {"message": message, "error": max(_step(model, reference, batch(step)) for step in range(2))}
 
 
 class BreakInside(PlainMoE):
@@ -201,13 +197,13 @@ def tower() -> float:
     return max(_step(model, made[1], batch(step)) for step in range(2))
 
 
-def recorded_in_checkpoints() -> dict[str, Any]:
+def recorded_in_checkpoints(folder: str) -> dict[str, Any]:
     """Router logits, which hooks append to a list, of layers that are computed again in the backward."""
     reference = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     model = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     model.train()
     model.gradient_checkpointing_enable()
-    hecate.compile(model, EAGER)
+    hecate.compile(model, hecate.Config(backend="aot_eager", dump=folder))
     worst = 0.0
     for step in range(2):
         clear_gradients(model, reference)
@@ -217,7 +213,15 @@ def recorded_in_checkpoints() -> dict[str, Any]:
         expected = sum(reference(input_ids=part, labels=part)["loss"] for part in ids.chunk(2)) / 2
         expected.backward()
         worst = max(worst, compare(model, loss, reference, expected.detach()).gradient)
-    return {"worst": worst, "graphs": len(hecate.explain(model).graphs), "exchanged": len(hecate.stats(model).layers)}
+    # As captured, which rank 0 writes.
+    dist.barrier()
+    captured = Path(folder, "rank0", "graph0", "00_model.py").read_text()
+    (graph,) = hecate.explain(model).graphs
+    return {
+        "worst": worst,
+        "exchanged": sum(record.rewritten for record in graph.passes if record.name == "exchange_rows"),
+        "checkpoints": captured.count("tag_activation_checkpoint"),
+    }
 
 
 class WithImages(PlainLanguageModel):
@@ -246,20 +250,27 @@ def images_on_one_rank() -> list[str]:
     return [message_of(lambda alone=alone: train(alone)) for alone in (0, 2)]
 
 
-def everything() -> dict[str, Any]:
+def everything(folder: str) -> dict[str, Any]:
     """On one rank, in one launch."""
     return {
+        "uneven": uneven_owners(),
         "branches": branches(),
         "loops": loops(),
         "tower": tower(),
-        "recorded": recorded_in_checkpoints(),
+        "recorded": recorded_in_checkpoints(folder),
         "images": images_on_one_rank(),
     }
 
 
 @cache
 def results() -> list[dict[str, Any]]:
-    return run_ranks(f"{_HERE}:everything", 2)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(everything, 2, folder=folder)
+
+
+@pytest.mark.distributed
+def test_ranks_that_own_other_numbers_of_experts_agree_on_graphs_behind_a_break() -> None:
+    assert max(rank["uneven"] for rank in results()) < 1e-5
 
 
 @pytest.mark.distributed
@@ -277,7 +288,7 @@ def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> Non
         assert f"{__file__}:" in message and 'Config(policy="replicate")' in message
         assert "self.one(number, tokens[row])" in message and "if row.numel() > 0:" in message, message
         assert "Dynamo broke the graph here" in message
-        assert max(found["errors"]) < 1e-5, found
+        assert found["error"] < 1e-5, found
 
 
 @pytest.mark.distributed
@@ -289,7 +300,7 @@ def test_numbers_of_data_outside_of_experts_stay_python() -> None:
 def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> None:
     for found in (rank["recorded"] for rank in results()):
         assert found["worst"] < 1e-5
-        assert (found["graphs"], found["exchanged"]) == (1, 2)
+        assert found["exchanged"] == 2 and found["checkpoints"] >= 2
 
 
 @pytest.mark.distributed

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import hecate
+from hecate.runtime.ops import registration
+from hecate.runtime.placement.planner import Rates
 from hecate.wrap.shard import shard_of
 
 
@@ -25,6 +30,12 @@ class Difference:
     loss: float
     gradient: float
     worst: str
+
+
+def compiled_on_free_links(model: nn.Module, **options: Any) -> nn.Module:
+    """Compiled for links so fast, beside slow matmuls, that every step has replicas."""
+    rates = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
+    return hecate.compile(model, hecate.Config(**({"backend": "aot_eager", "rates": rates} | options)))
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -116,3 +127,22 @@ def clear_gradients(*models: nn.Module) -> None:
     for model in models:
         for parameter in model.parameters():
             parameter.grad = None
+
+
+@contextmanager
+def dense_gathers() -> Iterator[list[torch.dtype]]:
+    """The dtype of every all-gather of dense parameters inside the block."""
+    seen: list[torch.dtype] = []
+    original = registration.begin
+
+    def begin(prepare: Any, args: Any, note: str) -> int:
+        if note.split()[1] == "gather_dense":
+            shards, _, dtype = args
+            seen.append(dtype or shards[0].dtype)
+        return original(prepare, args, note)
+
+    registration.begin = begin
+    try:
+        yield seen
+    finally:
+        registration.begin = original
