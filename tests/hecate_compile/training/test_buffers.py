@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hecate
 from tests.support.models import VOCABULARY, PlainMoE, batch
 from tests.support.parity import rank_and_size, state_error
-from tests.support.ranks import message_of, run_ranks
+from tests.support.ranks import lives, message_of, run_ranks
 
 _HERE = "tests.hecate_compile.training.test_buffers"
 
@@ -55,13 +56,13 @@ class BalancedMoE(PlainMoE):
 
 
 class Model(nn.Module):
-    """BatchNorm in the trunk, and two layers of experts."""
+    """BatchNorm in the trunk, and layers of experts."""
 
-    def __init__(self, way: str, *, checkpoints: bool = False) -> None:
+    def __init__(self, way: str, *, checkpoints: bool = False, layers: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.norm = nn.Embedding(VOCABULARY, 16), nn.BatchNorm1d(16)
-        self.blocks = nn.ModuleList(BalancedMoE(way) for _ in range(2))
+        self.blocks = nn.ModuleList(BalancedMoE(way) for _ in range(layers))
         self.head, self.checkpoints = nn.Linear(16, VOCABULARY), checkpoints
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -100,10 +101,8 @@ def train(model: nn.Module, inner: nn.Module, *, evaluations: Sequence[int], mic
 
 # What a rank adds itself, what rank 0 alone adds; accumulated, checkpointed, without a collective in forwards.
 CASES: dict[str, dict[str, Any]] = {
-    "own": {"way": "own"},
-    "first, accumulated": {"way": "first", "micro": 3},
-    "own, accumulated": {"way": "own", "micro": 2},
-    "first, checkpointed": {"way": "first", "checkpoints": True},
+    "own, two layers, accumulated": {"way": "own", "layers": 2, "micro": 2},
+    "first, checkpointed, accumulated": {"way": "first", "checkpoints": True, "micro": 3},
     "whole, ranks evaluate other numbers of batches": {"way": "own", "policy": "replicate", "evaluations": (3, 1)},
     "whole, one rank evaluates": {"way": "first", "policy": "replicate", "evaluations": (1, 0)},
 }
@@ -145,7 +144,7 @@ def test_training_and_evaluation_equal_ddp() -> None:
             assert result["state"] < 1e-5, name
             assert result["counts"], name
             assert result["graphs"] <= 3, name
-    for name in ("own", "first, checkpointed"):
+    for name in ("own, two layers, accumulated", "first, checkpointed, accumulated"):
         assert ranks[0][name]["evaluated"] == ranks[1][name]["evaluated"], name
 
 
@@ -156,7 +155,8 @@ def saved(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for shares in (True, False):
         model = hecate.compile(
-            Model("none"), hecate.Config(backend="aot_eager", policy="static", broadcast_buffers=shares)
+            Model("none", layers=2),
+            hecate.Config(backend="aot_eager", policy="static", broadcast_buffers=shares),
         )
         block, second = model.blocks[0], model.blocks[1]
         block.bias.fill_(1.0 + rank)
@@ -170,7 +170,7 @@ def saved(folder: str) -> dict[str, Any]:
         if rank:
             block.bias.fill_(9.0)
         hecate.save(f"{folder}/{shares}", model, step=1)
-        again = hecate.compile(Model("none"), hecate.Config(backend="aot_eager", policy="static"))
+        again = hecate.compile(Model("none", layers=2), hecate.Config(backend="aot_eager", policy="static"))
         hecate.load(f"{folder}/{shares}", again)
         # A module that came later.
         model.late = nn.BatchNorm1d(3)
@@ -217,9 +217,11 @@ def alone(last: int) -> list[Any]:
     model(batch(0).chunk(size)[rank]).backward()
     kept = [buffer.clone() for buffer in model.buffers()]
     said: list[str] = []
+    pids = [torch.zeros((), dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(pids, torch.tensor(os.getpid()))
     if rank == last:
-        # Until the other one is gone.
-        time.sleep(3)
+        while lives(int(pids[1 - rank])):
+            time.sleep(0.05)
         model.eval()
         with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
