@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hecate.cli import app
 from hecate.commands import bisect_worker
@@ -296,18 +296,13 @@ def sparse():
 """
 
 
-def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, plant: str, *arguments: str, function: str = "build") -> Result:
+    """The command, in this process; its workers are launched."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(plant=plant))
-    # The folder that is worked in is on the path, and tests.support with it.
-    return subprocess.run(
-        [sys.executable, "-m", "hecate.cli", "bisect", f"{script}:{function}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+    # The folder that is worked in is on a worker's path, and tests.support with it.
+    with contextlib.chdir(ROOT):
+        return CliRunner().invoke(app, ["bisect", f"{script}:{function}", *arguments])
 
 
 def plain_beside_a_gpu(script: str, folder: str) -> str:
@@ -347,7 +342,7 @@ def test_a_plain_model_runs_beside_a_gpu(tmp_path: Path) -> None:
 )
 def test_a_planted_fault_is_found(name: str, fault: str, tmp_path: Path) -> None:
     done = run(tmp_path, f"plant({name!r}, {fault})", "--ranks", "2", "--steps", "1")
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.exit_code == 1, done.output
     assert f"\n{name} changes the result" in done.stdout and "no result" not in done.stdout
     assert "same batch" not in done.stdout
 
@@ -357,7 +352,7 @@ def test_a_planted_fault_is_found(name: str, fault: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--ranks", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert "no pass changes loss or gradients" in done.stdout
 
 
@@ -366,24 +361,34 @@ def test_no_fault_is_found_where_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sparse_attention_stays_on(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--ranks", "2", "--steps", "1", function="sparse")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert "no pass changes loss or gradients" in done.stdout and "shard_context stays on" in done.stdout
     assert done.stdout.count(": loss ") == 4, "with it, without it, without Hecate, and with all passes"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "said"), [("no_tuple", "must return a model and a batch"), ("other", "has no other")]
-)
-def test_a_script_that_cannot_be_used(function: str, said: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "", "--ranks", "1", function=function)
-    text = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and said in text, done.stdout + done.stderr
+def test_a_script_that_cannot_be_used(tmp_path: Path) -> None:
+    """What else is wrong with a script, explain says too, with the same words."""
+    done = run(tmp_path, "", "--ranks", "1", function="no_tuple")
+    text = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and "must return a model and a batch" in text, done.output
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_run_and_one_that_draws(tmp_path: Path) -> None:
+def test_a_step_that_does_not_run(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--ranks", "1", function="no_loss")
-    assert done.returncode == 1 and "no result: TypeError: the model of" in done.stdout, done.stdout + done.stderr
-    done = run(tmp_path, "", "--ranks", "1", function="draws")
-    assert "the forward draws random numbers" in done.stdout, done.stdout + done.stderr
+    assert done.exit_code == 1 and "no result: TypeError: the model of" in done.output, done.output
+
+
+@pytest.mark.slow
+def test_a_step_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trial that a launched worker runs, and what is told of it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(plant=""))
+    monkeypatch.chdir(ROOT)
+    trials = _Trials(
+        script=f"{script}:draws", folder=tmp_path, ranks=1, steps=1, timeout=300, console=Console(file=io.StringIO())
+    )
+    ran = trials.result(NAMES, "without any pass")
+    assert not isinstance(ran, str), ran
+    assert "the forward draws random numbers" in "\n".join(_notes([one.facts for one in ran], 1e-4))
