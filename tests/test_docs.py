@@ -28,7 +28,7 @@ SECTIONS = {
 
 
 def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Every MoE block of docs/models.md in a small language model, on one rank.
+    """Every MoE block of docs/models.md, one after another in a small language model, on one rank.
 
     Args:
         nodes: of each rank; rows then cross to each once, where that can be.
@@ -40,49 +40,62 @@ def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
     from tests.support.models_page import blocks_of_page
     from tests.support.parity import state_error
 
-    found = {}
-    for name, kind in blocks_of_page().items():
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(PlainLanguageModel(kind, layers=1))
-        model, reference = models
-        by_node = {} if nodes is None else {"dispatch": "nodes", "topology": hecate.Topology(nodes)}
-        hecate.compile(model, hecate.Config(backend="aot_eager", **by_node))
-        rank = torch.distributed.get_rank()
-        parts = [batch(0, rows=4), batch(1, rows=4)]
-        model(parts[rank], parts[rank])["loss"].backward()
-        sum(reference(part, part)["loss"] for part in parts).div(2).backward()
-        with torch.no_grad():
-            for one in models:
-                for parameter in one.parameters():
-                    parameter.copy_(0 * parameter if parameter.grad is None else parameter.grad)
-        gradients, expected = model.state_dict(), reference.state_dict()
-        explanation = hecate.explain(model)
-        found[name] = {
-            "error": state_error(gradients, expected, relative=True),
-            "exchanged": len(hecate.stats(model).layers),
-            "graphs": len(explanation.graphs),
-            "skipped": [skip.reason for skip in explanation.skipped],
+    kinds, models = blocks_of_page(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(PlainLanguageModel(layers=len(kinds)))
+        models[-1].blocks = torch.nn.ModuleList(kind(32, 16, 8, 2) for kind in kinds.values())
+    model, reference = models
+    by_node = {} if nodes is None else {"dispatch": "nodes", "topology": hecate.Topology(nodes)}
+    hecate.compile(model, hecate.Config(backend="aot_eager", **by_node))
+    rank = torch.distributed.get_rank()
+    parts = [batch(0, rows=4), batch(1, rows=4)]
+    model(parts[rank], parts[rank])["loss"].backward()
+    sum(reference(part, part)["loss"] for part in parts).div(2).backward()
+    with torch.no_grad():
+        for one in models:
+            for parameter in one.parameters():
+                parameter.copy_(0 * parameter if parameter.grad is None else parameter.grad)
+    gradients, expected = model.state_dict(), reference.state_dict()
+    explanation, layers = hecate.explain(model), hecate.stats(model).layers
+    blocks = {}
+    for number, name in enumerate(kinds):
+        place = f"blocks.{number}."
+        own = {key: value for key, value in expected.items() if key.startswith(place)}
+        blocks[name] = {
+            "error": state_error(gradients, own, relative=True),
+            "exchanged": sum(f"{layer.name}.".startswith(place) for layer in layers),
+            "skipped": [skip.reason for skip in explanation.skipped if f"{skip.where}.".startswith(place)],
         }
-    return found
+    return {
+        "blocks": blocks,
+        "error": state_error(gradients, expected, relative=True),
+        "graphs": len(explanation.graphs),
+        "skipped": len(explanation.skipped),
+    }
 
 
 @pytest.mark.distributed
 def test_models() -> None:
     for found in run_ranks("tests.test_docs:train_models", 2):
-        assert len(found) == 10
-        for name, one in found.items():
-            assert (one["exchanged"], one["graphs"], one["skipped"]) == (1, 1, []), (name, one)
+        assert len(found["blocks"]) == 10
+        for name, one in found["blocks"].items():
+            assert (one["exchanged"], one["skipped"]) == (1, []), (name, one)
             assert one["error"] < 1e-5, (name, one)
+        assert (found["graphs"], found["skipped"]) == (1, 0) and found["error"] < 1e-5, found
+
+
+def program_of(text: str) -> str:
+    """All blocks of Python of a page, or of a part of one, as one program."""
+    return "\n\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 
 
 def section_of(title: str) -> str:
     """All blocks of code of one section of docs/extending.md, as one program."""
-    text = (DOCS / "extending.md").read_text()
-    assert re.findall(r"(?m)^## (.*)$", text) == list(SECTIONS), "every section is run"
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
-    return "\n\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL))
+    sections = (DOCS / "extending.md").read_text().split("\n## ")[1:]
+    programs = {section.partition("\n")[0]: program_of(section) for section in sections}
+    assert [name for name, program in programs.items() if program] == list(SECTIONS), "all code is run"
+    return programs[title]
 
 
 def run_section(title: str) -> list[str]:
@@ -99,15 +112,10 @@ def test_extending(title: str) -> None:
     assert all(SECTIONS[title] in names for names in run_ranks("tests.test_docs:run_section", ranks, title=title))
 
 
-def program_of(name: str) -> str:
-    """All blocks of Python of a page, as one program."""
-    return "\n\n".join(re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL))
-
-
 def run_page(name: str, folder: str) -> list[str]:
     """On one rank: what a page's program leaves in ``folder``, where a user would run it."""
     os.chdir(folder)
-    exec(compile(program_of(name), name, "exec"), {"__name__": "__main__"})
+    exec(compile(program_of((DOCS / name).read_text()), name, "exec"), {"__name__": "__main__"})
     return sorted(path.name for path in Path().iterdir())
 
 
@@ -125,12 +133,12 @@ def test_tutorial(tmp_path: Path) -> None:
     run_ranks("tests.test_docs:run_page", 2, name="tutorial.md", folder=str(tmp_path))
     ran = CliRunner().invoke(app, ["report", str(tmp_path / "runs" / "tutorial")])
     assert ran.exit_code == 0 and "30 steps of 2 rank(s)" in ran.output, ran.output
-    page = (tmp_path / "runs" / "tutorial" / "report.html").read_text()
+    page, tutorial = (path.read_text() for path in (tmp_path / "runs/tutorial/report.html", DOCS / "tutorial.md"))
     for part in ("Alerts", "Balance", "Load of ranks", "Time", "Timeline of a step", "Layers"):
-        assert f"<h2>{part}" in page and f"**{part}**" in (DOCS / "tutorial.md").read_text()
+        assert f"<h2>{part}" in page and f"**{part}**" in tutorial
     # What explain and bisect are given there.
     script = tmp_path / "train.py"
-    script.write_text(program_of("tutorial.md"))
+    script.write_text(program_of(tutorial))
     assert "input_ids" in build(f"{script}:build").batches[0]
 
 
