@@ -306,11 +306,6 @@ def test_one_chunk_travels_while_another_is_computed(backward: bool) -> None:
     ]
 
 
-def test_the_first_exchange_is_filled_first() -> None:
-    order = steps(run(FINAL_PASSES, backward_of_a_layer(), rates=SLOW))
-    assert order[:4] == ["mm", "exchange_start", "mm", "exchange_wait"]
-
-
 def test_what_a_start_needs_stays_before_it() -> None:
     """With the experts' gradients sent before the exchange, their matmuls stay there."""
     order = steps(run(FINAL_PASSES, backward_of_a_layer(), prefetch_bytes=0))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hecate.runtime.attention import s2_attention, s2_blocks
@@ -213,17 +212,6 @@ def test_flops_are_those_of_the_blocks() -> None:
         cells = p.blocks(length) * 16 * 16
         assert counter.get_total_flops() == 2 * cells * 2 * width
         assert backward.get_total_flops() == 2 * cells * 5 * width
-
-
-def test_open_lengths_need_no_decision() -> None:
-    """A fake's shapes are the operator's at every length."""
-    p = pattern(2, 3, 3)
-    for tokens in (1, 16, 33, 48, 49, 100, 200):
-        new = torch.randn(1, 3, 1, 4)
-        old = torch.randn(1, 3, p.stored(tokens), 4)
-        with FakeTensorMode() as mode:
-            fake = ops.s2_store(mode.from_tensor(old), mode.from_tensor(new), tokens, p.numbers)
-        assert fake.shape == ops.s2_store(old, new, tokens, p.numbers).shape
 
 
 # --- masks that are known when they are there ---

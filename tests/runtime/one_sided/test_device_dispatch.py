@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hecate.runtime.kernels import expand_segments
-from hecate.runtime.one_sided import balance_rows, split_rows, ticket_segments
 from hecate.runtime.one_sided.device_dispatch import DeviceTables, bounded_ticket
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
@@ -68,37 +62,3 @@ def test_tables_with_more_room_make_the_same_tickets() -> None:
         assert (found.slot_offsets[held:] == (expected.slot_offsets[-1] if held else 0)).all()
         for name in ("splits", "send_index", "receive_index"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), (seed, name)
-
-
-MODULES = (balance_rows, split_rows, ticket_segments, expand_segments)
-
-
-def test_the_host_reads_nothing_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have no numbers, so whoever asks for one fails."""
-    launched: list[str] = []
-
-    def take_notes(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
-        assert grid({"BLOCK": 16}) > 0
-        launched.append(getattr(kernel, "__name__", None) or kernel.base_fn.__name__)
-
-    for module in MODULES:
-        monkeypatch.setattr(module, "launch", take_notes)
-        monkeypatch.setattr(module, "runs_on", lambda _: True)
-    topology, owners = Topology((0, 1, 0)), Owners((0, 1, 2, 0), 3)
-    placement = Placement.with_replicas(owners, [{1, 2}, set(), {0}, set()])
-    tables = DeviceTables.from_placement(placement, topology, 1, CPU)
-    mode = FakeTensorMode()
-    tensors = {
-        field.name: mode.from_tensor(getattr(tables, field.name))
-        for field in dataclasses.fields(tables)
-        if field.name != "rank"
-    }
-    with mode:
-        counts = torch.zeros(3, 4, dtype=torch.int64, device=CPU)
-        fake = DeviceTables(rank=1, **tensors)
-        found = bounded_ticket(counts, fake, rows=6, percent=150)
-    assert [index.shape[0] for index in (found.send_index, found.receive_index)] == [6, 9]
-    assert found.slot_offsets.shape == (2,) and found.splits.shape == (3, 3)
-    assert launched == ["_start", "_even_out", "_split_rows", "_leaving", "_arriving", *["_expand_segments"] * 2]
-    with mode, pytest.raises(Exception, match="_local_scalar_dense"):
-        balance_rows.balance_rows_reference(counts, tensors["owners"], tensors["replicated"], tensors["parts"])

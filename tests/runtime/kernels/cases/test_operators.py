@@ -83,13 +83,6 @@ def test_nothing_is_cleared_where_all_rows_are_of_slots(launches: list[str], tor
     assert torch.bfloat16 not in torchs or not launches
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="torch's own implementation for GPUs takes it")
-def test_float64_takes_the_reference(launches: list[str]) -> None:
-    offs = torch.tensor([1, 4], dtype=torch.int32, device=DEVICE)
-    torch.ops.hecate.grouped_mm(whole_numbers(5, 3, dtype=torch.float64), whole_numbers(2, 3, 2).double(), offs)
-    assert not launches
-
-
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_exchange_and_back(wire: torch.dtype | None, launches: list[str]) -> None:
     layer = add_layer(name="test", owners=Owners.contiguous(4, 1), world=SINGLE)

@@ -128,14 +128,6 @@ def test_weight_grads(owned: int, replicas: int, dtype: torch.dtype, launches: l
     assert launches == ["weight_grads"]
 
 
-def test_weight_grads_of_rows_with_gaps() -> None:
-    left, right = whole_numbers(30, 20)[:, ::2], whole_numbers(30, 24)[:, 4:]
-    found, expected = (torch.empty(3, 10, 20, device=DEVICE) for _ in range(2))
-    weight_grads(left, right, offsets(4, 4, 25), found, found[:0])
-    weight_grads_reference(left, right, offsets(4, 4, 25), [expected])
-    assert torch.equal(found, expected)
-
-
 def test_a_slots_gradient_does_not_know_the_rows_of_others() -> None:
     left, right = whole_numbers(8, 5), whole_numbers(8, 6)
     for part in (left, right):
@@ -167,9 +159,9 @@ def test_products_with_any_slots(sizes: list[int], padding: int, k: int, n: int)
     assert torch.equal(found, expected)
 
 
-def test_offsets_with_gaps() -> None:
+def test_rows_and_offsets_with_gaps() -> None:
     offs = offsets(4, 9, 4, 9, 25, 9)[::2]
-    x, grad = whole_numbers(30, 10), whole_numbers(30, 12, seed=1)
+    x, grad = whole_numbers(30, 20)[:, ::2], whole_numbers(30, 24, seed=1)[:, 4:16]
     w = weights(3, 10, 12, torch.float32, False)
     assert torch.equal(grouped_mm(x, w, w[:0], offs), grouped_mm_reference(x, [w], offs))
     found, expected = (torch.empty(3, 12, 10, device=DEVICE) for _ in range(2))
