@@ -40,7 +40,7 @@ from hecate.checkpoints.run_state import (
 )
 from hecate.checkpoints.safety.files import CorruptError
 from hecate.checkpoints.safety.plain_data import read_plain
-from hecate.checkpoints.safety.tensor_index import TensorReader, read_index, read_old_metadata
+from hecate.checkpoints.safety.tensor_index import TensorReader, read_index
 from hecate.checkpoints.state_dicts import LogicalTensor, get_model_state_dict
 
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
@@ -90,8 +90,9 @@ class Restoring:
     def __init__(self, path: Path, ranks: Ranks, skipped: Sequence[str]) -> None:
         self.path, self.ranks, self.skipped, self.touched = path, ranks, tuple(skipped), False
         self.manifest = self._usable(lambda: read_manifest(path))
-        read = read_old_metadata if self.manifest.format == 1 else read_index
-        self.metadata: Metadata = self._usable(lambda: read(path, self.manifest.files))
+        self.metadata: Metadata = self._usable(
+            lambda: read_index(path, self.manifest.files, format=self.manifest.format)
+        )
         self.run: dict[str, Any] = self._usable(self._read_run)
         self.own: list[dict[str, Any]] = self._usable(self._read_own)
 
@@ -112,8 +113,7 @@ class Restoring:
         return result
 
     def _read_run(self) -> dict[str, Any]:
-        self._require("run.json")
-        run = read_plain(self.path / "run.json")
+        run = self._read_plain("run.json")
         try:
             run = _DEFAULTS | run
             fits = run["step"] == self.manifest.step and isinstance(run["extra_state"], dict)
@@ -127,16 +127,16 @@ class Restoring:
     def _read_own(self) -> list[dict[str, Any]]:
         out = []
         for rank in range(self.manifest.ranks):
-            self._require(f"rank{rank}.json")
-            own = read_plain(self.path / f"rank{rank}.json")
+            own = self._read_plain(f"rank{rank}.json")
             if not isinstance(own, dict) or not {"random", "extra"} <= own.keys():
                 raise CorruptError(f"rank{rank}.json does not hold what hecate.save writes")
             out.append(own)
         return out
 
-    def _require(self, name: str) -> None:
+    def _read_plain(self, name: str) -> Any:
         if name not in self.manifest.files:
             raise CorruptError(f"{name} is missing")
+        return read_plain(self.path / name)
 
     # --- into a model ---
 

@@ -63,12 +63,12 @@ def compile_given(
     spec = _cluster(cluster, ranks, nodes)
     if policy is not None and policy not in get_args(PolicyName):
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(get_args(PolicyName))}")
-    given = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
+    given, note = given_model(model, layers=layers, rows=rows, length=length, ranks=spec.ranks)
     config = _with_options(given.config or Config(), policy, disabled, dump)
     with compiling():
-        made = compile_as_rank_0(given.model, given.inputs, spec, config)
+        made = compile_as_rank_0(given.model, given.batches[0], spec, config)
     explanation = explanation_of(made.model)
-    notes = [given.note] if given.note else []
+    notes = [note] if note else []
     if cluster is None and explanation.world.size > 1:
         notes.append("predicted with speeds that are made up; --cluster FILE has those of a machine")
     if made.breaks:

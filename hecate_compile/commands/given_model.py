@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 import typer
 from torch import nn
 
-from hecate.commands.built import Batch, build
+from hecate.commands.built import Built, build
 from hecate.commands.doctor import free_memory
-from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, parameters_of
 from hecate.wrap.attention_config import config_value
 from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, find_experts
@@ -25,35 +23,26 @@ ROWS, LENGTH = 1, 128
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenModel:
-    """The model that MODEL stands for, a batch of one rank, perhaps how to compile, and what was left out."""
-
-    model: nn.Module
-    inputs: Batch
-    config: Config | None = None
-    note: str = ""
-
-
 def given_model(
     name: str, *, layers: int | None = None, rows: int | None = None, length: int | None = None, ranks: int
-) -> GivenModel:
-    """Make the model, one of transformers on the meta device; BadParameter if it is no model and batch.
+) -> tuple[Built, str]:
+    """Make the model, one of transformers on the meta device, and note what was left out, if anything was.
 
     ``layers``, ``rows`` (sequences) and ``length`` (tokens) are for transformers; without ``layers`` there are few.
+    Raises BadParameter if it is no model and batch.
     """
     if ":" in name:
         made = build(name)
         options = {"--layers": layers, "--batch": rows, "--length": length}
         unused = [option for option, value in options.items() if value is not None]
         note = f"{' and '.join(unused)} not used: {name} brings its own model and batch" if unused else ""
-        return GivenModel(model=made.model, inputs=made.batches[0], config=made.config, note=note)
+        return made, note
     if Path(name).suffix == ".py":
         raise typer.BadParameter(f"model {name!r}: expected {name}:function, which returns a model and a batch")
     return _from_config(name, layers, rows or ROWS, length or LENGTH, ranks)
 
 
-def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: int) -> GivenModel:
+def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: int) -> tuple[Built, str]:
     try:
         import transformers  # noqa: F401  whether it is there
     except ImportError:
@@ -73,7 +62,7 @@ def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: i
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     note = f"{kept} of {total} layers; --layers takes more" if kept < total else ""
-    return GivenModel(model=model, inputs={"input_ids": ids, "labels": ids}, note=note)
+    return Built(model=model, batches=({"input_ids": ids, "labels": ids},)), note
 
 
 def _few_layers(name: str, config: Any, layers: int | None, total: int) -> tuple[nn.Module, int]:

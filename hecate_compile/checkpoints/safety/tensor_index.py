@@ -14,7 +14,7 @@ import pickle
 import pickletools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from hecate.checkpoints.safety.files import CorruptError, FileRecord, open_plain
 from hecate.checkpoints.safety.plain_data import DTYPES
 from hecate.private import StorageInfo, narrow_tensor_by_index
 
-INDEX = "tensors.json"
+INDEX, OLD_INDEX = "tensors.json", ".metadata"
 # Tensors of other dtypes cannot be made, or not copied.
 _TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not re.match(r"q|u?int[1-7]$", name)}
 
@@ -54,20 +54,22 @@ def write_index(metadata: Metadata, path: Path) -> None:
     path.write_text(json.dumps(index))
 
 
-def read_index(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read what :func:`write_index` wrote; raise CorruptError if it cannot be that."""
-    if INDEX not in files:
-        raise CorruptError(f"{INDEX} is missing")
-    with open_plain(folder / INDEX) as file:
+def read_index(folder: Path, files: Mapping[str, FileRecord], *, format: int) -> Metadata:
+    """Read what :func:`write_index` wrote, in format 1 what DCP wrote; raise CorruptError if it cannot be that."""
+    name = OLD_INDEX if format == 1 else INDEX
+    read: Callable[[bytes], Any] = _read_pickle if format == 1 else json.loads
+    if name not in files:
+        raise CorruptError(f"{name} is missing")
+    with open_plain(folder / name) as file:
         content = file.read()
     try:
-        return metadata_of(json.loads(content), files)
+        return _metadata_of(read(content), files)
     except Exception as error:
         # A file that was tampered with may lead to any error.
-        raise CorruptError(f"{INDEX}: {error if isinstance(error, CorruptError) else short(error)}") from error
+        raise CorruptError(f"{name}: {error if isinstance(error, CorruptError) else short(error)}") from error
 
 
-def metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
+def _metadata_of(index: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Metadata:
     """Return an index as DCP's reader takes it; raise CorruptError if it contradicts itself."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
@@ -165,7 +167,6 @@ class TensorReader(FileSystemReader):
         return done
 
 
-OLD_INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = {f"{_DCP}.filesystem._StorageInfo"} | {
     f"{_DCP}.metadata.{name}Metadata" for name in ("", "ChunkStorage", "TensorStorage")
@@ -174,22 +175,6 @@ _CLASSES |= {f"{_DCP}.metadata.{name}" for name in ("MetadataIndex", "StorageMet
 _FUNCTIONS = {"torch.Size", f"{_DCP}.metadata._MEM_FORMAT_ENCODING", "torch.serialization._get_layout"}
 # Opcodes that DCP's pickle never has: names that are looked up elsewhere, and a memo of any size that it asks for.
 _FORBIDDEN = {"EXT1", "EXT2", "EXT4", "BINPUT", "LONG_BINPUT", "PUT"}
-
-
-def read_old_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read the index of a checkpoint of format 1; raise CorruptError if it cannot be what was saved."""
-    if OLD_INDEX not in files:
-        raise CorruptError(f"{OLD_INDEX} is missing")
-    with open_plain(folder / OLD_INDEX) as file:
-        content = file.read()
-    try:
-        for opcode, _, _ in pickletools.genops(content):
-            if opcode.name in _FORBIDDEN:
-                raise CorruptError(f"it has the opcode {opcode.name}, which is no part of a checkpoint")
-        return metadata_of(_index_of(_Unpickler(io.BytesIO(content)).load()), files)
-    except Exception as error:
-        # A pickle that was tampered with may lead to any error.
-        raise CorruptError(f"{OLD_INDEX}: {error if isinstance(error, CorruptError) else short(error)}") from error
 
 
 class _Fields:
@@ -212,17 +197,18 @@ class _Unpickler(pickle.Unpickler):
         if found in _CLASSES:
             return self._fields
         if found in _FUNCTIONS:
-            return self._given
+            return lambda value: value
         if module == "torch" and name in DTYPES:
             return name
         raise CorruptError(f"it names {found[:160]}, which is no part of a checkpoint")
 
-    def _given(self, value: Any) -> Any:
-        return value
 
-
-def _index_of(metadata: Any) -> dict[str, Any]:
-    """Return the pickle's content in the form of later formats."""
+def _read_pickle(content: bytes) -> dict[str, Any]:
+    """Read DCP's pickle as plain data, in the form of later formats; torch's unpickler lacks its opcodes."""
+    for opcode, _, _ in pickletools.genops(content):
+        if opcode.name in _FORBIDDEN:
+            raise CorruptError(f"it has the opcode {opcode.name}, which is no part of a checkpoint")
+    metadata = _Unpickler(io.BytesIO(content)).load()
     places = {(key.fields["fqn"], key.fields["offset"]): p for key, p in metadata.fields["storage_data"].items()}
     index = {}
     for name, tensor in metadata.fields["state_dict_metadata"].items():

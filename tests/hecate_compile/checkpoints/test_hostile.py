@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 import hecate
 from hecate.checkpoints import manifest
 from hecate.checkpoints.safety.files import CorruptError
-from hecate.checkpoints.safety.tensor_index import read_old_metadata
+from hecate.checkpoints.safety.tensor_index import read_index
 from tests.hecate_compile.checkpoints.tampering import (
     HERE,
     TOUCHED,
@@ -185,7 +185,7 @@ def _why_unreadable(folder: Path, content: bytes) -> str:
     sign(folder / STEP)
     with bounded(), little_memory():
         with pytest.raises(CorruptError, match=r"^\.metadata: "):
-            read_old_metadata(folder / STEP, manifest.read_manifest(folder / STEP).files)
+            read_index(folder / STEP, manifest.read_manifest(folder / STEP).files, format=1)
         with pytest.raises(hecate.NoCheckpointError) as error, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hecate.load(folder, small(seed=1))

@@ -101,7 +101,7 @@ def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
 
 
 def _load(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
-    metadata = read_index(folder, record_files(folder, [path.name for path in folder.iterdir()]))
+    metadata = read_index(folder, record_files(folder, [path.name for path in folder.iterdir()]), format=2)
     for state in states:
         reader, planner = TensorReader(folder, metadata), DefaultLoadPlanner()
         planner.set_up_planner({"model": state}, metadata, False)
