@@ -200,18 +200,16 @@ class Explanation:
         return {key: list(dict.fromkeys(names)) for key, names in found.items()}
 
     def _found(self) -> Section:
-        rows = []
-        for experts, layer in zip(self.experts, self.layers, strict=True):
-            owned = ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else "")
-            rows.append(
-                (
-                    experts.name or "(the model)",
-                    str(experts.num_experts),
-                    experts.sign,
-                    ", ".join(experts.parameters),
-                    owned,
-                )
+        rows = [
+            (
+                experts.name or "(the model)",
+                str(experts.num_experts),
+                experts.sign,
+                ", ".join(experts.parameters),
+                ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else ""),
             )
+            for experts, layer in zip(self.experts, self.layers, strict=True)
+        ]
         columns = ("module", "experts", "found by", "parameters", "owned per rank")
         return Section(title="experts", columns=columns, rows=tuple(rows), numbers=(1,))
 
@@ -295,18 +293,11 @@ def _region(number: int, graph: GraphRecord, layer: str) -> Region:
         how = 'leave out Config(policy="gather") or the name in disable_passes'
         return Region(graph=number, layer=layer, rewritten=False, reason=why, fix=how)
     # The exchange fails for the reason that the earliest pass gave.
-    last = [skip for skip in exchanged.skipped if skip.where == layer and skip.fallback]
-    if last:
-        first = skips[0]
-        return Region(
-            graph=number,
-            layer=layer,
-            rewritten=False,
-            reason=first.reason,
-            line=first.line or last[0].line,
-            fix=_fix_of(first),
-        )
-    return Region(graph=number, layer=layer, rewritten=True)
+    last = next((skip for skip in skips if skip in exchanged.skipped), None)
+    if last is None:
+        return Region(graph=number, layer=layer, rewritten=True)
+    first, line = skips[0], skips[0].line or last.line
+    return Region(graph=number, layer=layer, rewritten=False, reason=first.reason, line=line, fix=_fix_of(first))
 
 
 def _passes(title: str, records: tuple[PassRecord, ...]) -> Section:
