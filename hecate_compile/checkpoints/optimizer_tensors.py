@@ -245,8 +245,10 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
     taken: dict[nn.Parameter, dict[str, Any]] = {}
     for group, saved in zip(inner.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
+            shard, values = shard_of(parameter), state["state"].get(number, {})
             taken[parameter] = {
-                key: _part_of(value, parameter) for key, value in state["state"].get(number, {}).items()
+                key: shard.slice(value) if shard is not None and torch.is_tensor(value) and value.ndim else value
+                for key, value in values.items()
             }
     # Torch's load_state_dict takes care of dtypes, devices and hooks. It numbers parameters group by group.
     numbers = {parameter: n for n, parameter in enumerate(p for group in inner.param_groups for p in group["params"])}
@@ -292,8 +294,3 @@ def _check(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source
                         f"hecate: {source}: {key} of parameter {number} has the shape {list(value.shape)}, and the "
                         f"parameter{'' if shard is None else ' ' + shard.name} {list(whole)}"
                     )
-
-
-def _part_of(value: Any, parameter: nn.Parameter) -> Any:
-    shard = shard_of(parameter)
-    return shard.slice(value) if shard is not None and isinstance(value, torch.Tensor) and value.ndim else value

@@ -57,7 +57,7 @@ def _from_config(name: str, layers: int | None, rows: int, length: int, ranks: i
     for module in model.modules():
         if hasattr(module, INIT_WEIGHTS):
             # Nothing is run, so no value is ever read.
-            module.__dict__[INIT_WEIGHTS] = _leave_as_it_is
+            module.__dict__[INIT_WEIGHTS] = lambda module: None
     length = min(length, int(config_value(_text_of(config), "max_position_embeddings") or length))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
@@ -137,10 +137,6 @@ def _with_layers(config: Any, kept: int, total: int) -> Any:
             if "layer" in key and isinstance(value, list) and len(value) == total:
                 setattr(text, key, value[:kept])
     return config
-
-
-def _leave_as_it_is(module: nn.Module) -> None:
-    pass
 
 
 def _check_memory(model: nn.Module, ranks: int) -> None:

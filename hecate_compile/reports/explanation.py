@@ -246,7 +246,10 @@ class Explanation:
         ]
         if not self.spans:
             return Section(title=title, columns=columns, rows=tuple(rows), numbers=(3, 4, 5, 6))
-        measured = [(_time_if_run(one.took), _time_if_run(one.exposed)) for one in self.travels]
+        measured = [
+            tuple("" if seconds is None else as_time(seconds) for seconds in (one.took, one.exposed))
+            for one in self.travels
+        ]
         return Section(
             title="schedule of the last step: predicted, behind how much compute, and measured",
             columns=(*columns, "took", "exposed"),
@@ -314,7 +317,3 @@ def _passes(title: str, records: tuple[PassRecord, ...]) -> Section:
     )
     columns = ("", "pass", "what it does", "rewritten", "left alone", "ms")
     return Section(title=title, columns=columns, rows=rows, numbers=(3, 4, 5))
-
-
-def _time_if_run(seconds: float | None) -> str:
-    return as_time(seconds) if seconds is not None else ""

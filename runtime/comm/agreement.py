@@ -22,7 +22,7 @@ from hecate.runtime.comm.start import store_of, timeout_of
 from hecate.runtime.comm.watch import waits_beyond, watched
 from hecate.runtime.comm.world import World
 
-__all__ = ["DisagreementError", "agree", "compare_histories"]
+__all__ = ["DisagreementError", "agree", "compare_histories", "gather_json", "meet"]
 
 
 # Stands for the digest of a rank that does not know its own.

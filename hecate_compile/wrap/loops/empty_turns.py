@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from hecate.private import BatchNormBase
 from hecate.wrap.find_experts import ExpertsModule
@@ -249,7 +250,8 @@ def _found_in(cls: type) -> Iterator[str]:
     todo, seen = ["forward"], set()
     while todo:
         name = todo.pop()
-        function = inspect.unwrap(getattr(cls, name, None) or _nothing)
+        function: Any = getattr(cls, name, None)
+        function = function if function is None else inspect.unwrap(function)
         if name in seen or not inspect.isfunction(function) or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(name)
@@ -265,9 +267,6 @@ def _found_in(cls: type) -> Iterator[str]:
             yield f"`{text_of(node)}` in {function.__code__.co_filename}:{node.lineno}"
         calls = (n for n in ast.walk(definition) if is_method(n) and text_of(n.func.value) == "self")
         todo += [call.func.attr for call in calls]
-
-
-def _nothing() -> None: ...
 
 
 class _Reader:
@@ -296,7 +295,7 @@ class _Reader:
                 changes = (name.endswith("_") and not name.endswith("__")) or name in CHANGES
                 reduces = name in REDUCES and not keeps_rows(node)
                 outlives = changes and not (self._is_local(node.func.value) or self._is_function(node))
-                if outlives or (reduces and self._has_rows(node)):
+                if outlives or (reduces and any(map(self._loads_rows, (node.func.value, *node.args[:1])))):
                     yield node
 
     def _follow_rows(self, nodes: list[ast.stmt | ast.expr]) -> None:
@@ -311,10 +310,6 @@ class _Reader:
 
     def _loads_rows(self, node: ast.AST) -> bool:
         return any(is_load(n) and n.id in self.rows for n in ast.walk(node))
-
-    def _has_rows(self, node: ast.Call) -> bool:
-        assert isinstance(node.func, ast.Attribute)
-        return self._loads_rows(node.func.value) or any(self._loads_rows(argument) for argument in node.args[:1])
 
     def _is_local(self, node: ast.expr) -> bool:
         while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in _VIEWS):
