@@ -51,7 +51,7 @@ class Balanced(PlainLanguageModel):
         return {"loss": loss + balance, "logits": logits}
 
 
-class Odd(PlainLanguageModel):
+class Odd(Balanced):
     """A parameter read only without gradients, one that is multiplied by nothing differentiable, one never used."""
 
     def __init__(self, **options: Any) -> None:
@@ -69,21 +69,24 @@ class Odd(PlainLanguageModel):
         return out
 
 
-def global_balance() -> dict[str, Any]:
+def balance_and_odd() -> dict[str, Any]:
     found = {}
-    for dense in ("replicate", "shard"):
-        model, reference = small(Balanced), small(Balanced)
+    for dense, layers in (("replicate", 2), ("shard", 1)):
+        model, reference = small(Odd, layers=layers), small(Odd, layers=layers)
         model.sums, reference.sums = True, False
         compiled(model, dense=dense)
         errors = [step_and_compare(model, reference, batch(step)) for step in range(3)]
-        found[dense] = max(max(e.gradient, e.loss) for e in errors)
-        found[f"graphs, {dense}"] = len(hecate.explain(model).graphs)
+        found[dense] = {
+            "worst": max(max(e.gradient, e.loss) for e in errors),
+            "graphs": len(hecate.explain(model).graphs),
+            "none": sorted(name for name, p in model.named_parameters() if p.grad is None),
+        }
     return found
 
 
 def inference() -> dict[str, Any]:
     """Evaluation under inference_mode, between steps, with replicas."""
-    model, reference = compiled(small()), small()
+    model, reference = compiled(small(layers=1)), small(layers=1)
     rank, size = rank_and_size()
     worst, replicas = 0.0, 0
     for step in range(3):
@@ -94,16 +97,6 @@ def inference() -> dict[str, Any]:
         worst = max(worst, error)
         replicas += sum(layer.replicas for layer in hecate.stats(model).layers)
     return {"worst": worst, "replicas": replicas}
-
-
-def odd() -> dict[str, Any]:
-    found = {}
-    for dense in ("replicate", "shard"):
-        model, reference = compiled(small(Odd, layers=1), dense=dense), small(Odd, layers=1)
-        worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(2))
-        none = sorted(name for name, p in model.named_parameters() if p.grad is None)
-        found[dense] = {"worst": worst, "none": none}
-    return found
 
 
 def autocast() -> dict[str, Any]:
@@ -234,9 +227,8 @@ def everything() -> dict[str, Any]:
     """On one rank, in one launch."""
     return {
         "ddp": around(),
-        "balance": global_balance(),
+        "balance and odd": balance_and_odd(),
         "inference": inference(),
-        "odd": odd(),
         "owners": other_owners(),
         "shared": shared(),
         "autocast": autocast(),
@@ -251,24 +243,18 @@ def results() -> list[dict[str, Any]]:
 pytestmark = pytest.mark.distributed
 
 
-def test_collectives_in_the_forward() -> None:
-    for result in results():
-        for dense in ("replicate", "shard"):
-            assert result["balance"][dense] < 1e-5
-            assert result["balance"][f"graphs, {dense}"] == 1
+@pytest.mark.parametrize("dense", ["replicate", "shard"])
+def test_collectives_in_the_forward_and_parameters_without_a_gradient(dense: str) -> None:
+    for result in (rank["balance and odd"][dense] for rank in results()):
+        assert result["worst"] < 1e-5
+        assert result["graphs"] == 1
+        assert result["none"] == ["indexer.bias", "indexer.weight", "steps", "unused"]
 
 
 def test_inference_mode_with_replicas() -> None:
     for result in results():
         assert result["inference"]["worst"] < 1e-5
         assert result["inference"]["replicas"] > 0
-
-
-def test_parameters_without_a_gradient_have_none() -> None:
-    for result in results():
-        for dense in ("replicate", "shard"):
-            assert result["odd"][dense]["worst"] < 1e-5
-            assert result["odd"][dense]["none"] == ["indexer.bias", "indexer.weight", "steps", "unused"]
 
 
 def test_autocast() -> None:
@@ -282,7 +268,7 @@ def test_data_parallel_around_it() -> None:
     for result in (rank["ddp"] for rank in results()):
         assert result["same"] and result["error"] < 1e-5
         assert result["local"], "no_sync left gradients as they are"
-        assert "contains a compiled model (0)" in result["message"] and "SingleDeviceStrategy" in result["message"]
+        assert "contains a compiled model (0)" in result["message"] and "HecateStrategy" in result["message"]
         assert result["kept"], "before anything was copied"
         assert result["plain"] == "DistributedDataParallel", "others are wrapped as ever"
 
