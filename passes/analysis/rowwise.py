@@ -180,7 +180,9 @@ def _keeps_apart(node: Node, counted: set[Node], leading: tuple[int, ...]) -> bo
     results = [v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, torch.Tensor)]
     if any(v.shape[:depth] != leading for v in results):
         return False
-    target, name = node.target, name_of(node).partition(".")[0]
+    target = node.target
+    # Of others than torch's own, a name says nothing.
+    name = name_of(node).partition(".")[0] if getattr(target, "namespace", None) == "aten" else ""
     if any(n.meta["val"].shape[:depth] != leading for n in counted):
         return False
     if name in _SAME_FIRST:

@@ -223,6 +223,14 @@ def _halves(g: GraphUnderTest, x: Node) -> list[Node]:
     return [g.call(operator.getitem, parts, index) for index in range(2)]
 
 
+@torch.library.custom_op("tests::clone", mutates_args=())
+def _mixes_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+_mixes_rows.register_fake(torch.empty_like)
+
+
 # By the reason, and what would help.
 REFUSED: dict[tuple[str, str], dict[str, Body]] = {
     ("keep rows apart", "treat each row by itself"): {
@@ -230,6 +238,7 @@ REFUSED: dict[tuple[str, str], dict[str, Body]] = {
         "cumsum over rows": lambda g, x: g.method("cumsum", x, 0),
         "softmax over rows": lambda g, x: g.method("softmax", x, 0),
         "flip of rows": lambda g, x: g.method("flip", x, 0),
+        "an operator of another library": lambda g, x: g.call(torch.ops.tests.clone.default, x),
         "rows times rows": lambda g, x: g.call(operator.matmul, g.call(operator.matmul, x, g.method("t", x)), x),
     },
     ("own tokens", "a column of each row"): {
