@@ -229,6 +229,7 @@ def _mixes_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 _mixes_rows.register_fake(torch.empty_like)
+_mixes_rows.register_autograd(lambda ctx, gradient: gradient.flip(0))
 
 
 # By the reason, and what would help.
