@@ -24,8 +24,8 @@ train: $(VENV)/.installed
 	$(BIN)/torchrun --nproc-per-node $(RANKS) --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 examples/train.py
 
 test: $(VENV)/.installed check
-	$(BIN)/pytest -n 2 --dist loadfile -m "not distributed and not slow"
-	$(BIN)/pytest -m "distributed or slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not distributed"
+	$(BIN)/pytest -m distributed
 
 quick: $(VENV)/.installed
 	$(BIN)/ruff check --quiet .
