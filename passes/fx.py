@@ -326,26 +326,3 @@ def bodies_of(gm: GraphModule) -> Iterator[GraphModule]:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             yield module
-
-
-# Dynamo's name of the model that it captures. With a decorator around its forward that is the first of ``*args``
-# (transformers from 5.24).
-_MODEL = re.compile(r"L\['(?:self'\]|args'\]\[0\](?=\.|$))")
-
-
-def is_of_model(source: str) -> bool:
-    """Tell whether a source is the model or something that it has.
-
-    >>> is_of_model("L['args'][0].layers.0"), is_of_model("L['args'][0]['ids']"), is_of_model("L['ids']")
-    (True, False, False)
-    """
-    return _MODEL.match(source) is not None
-
-
-def name_in_model(source: str) -> str:
-    """Return a source without the model in front.
-
-    >>> name_in_model("L['self'].layers.0.norm"), name_in_model("L['args'][0].layers.0"), name_in_model("L['self']")
-    ('layers.0.norm', 'layers.0', '(the model)')
-    """
-    return _MODEL.sub("(the model)", source, count=1).removeprefix("(the model).")

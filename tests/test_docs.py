@@ -147,7 +147,7 @@ def test_tutorial(tmp_path: Path) -> None:
     [
         "hecate.runtime.placement.planner",
         "hecate.runtime.placement.planner.balance",
-        "hecate.passes.fx",
+        "hecate.passes.analysis.torch_values",
         "hecate.passes.match",
         *(module.__name__ for module in kernel_modules()),
     ],

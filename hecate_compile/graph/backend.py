@@ -19,11 +19,11 @@ from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
 from hecate.passes import PASSES, PassContext
 from hecate.passes.analysis.expert_loops import is_one_expert
-from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, size_hint
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_of_model, size_hint
 from hecate.passes.base import PassRecord, Skip
 from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
-from hecate.passes.fx import arg, bodies_of, is_of_model
+from hecate.passes.fx import arg, bodies_of
 from hecate.passes.runner import run_passes
 from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError

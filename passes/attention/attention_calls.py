@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.torch_values import GraphFacts, shape_of
+from hecate.passes.analysis.torch_values import GraphFacts, name_in_model, shape_of
 from hecate.passes.attention.open_sizes import same_size
 from hecate.passes.base import Refused
-from hecate.passes.fx import arg, calls, name_in_model, option
+from hecate.passes.fx import arg, calls, option
 from hecate.passes.match import named
 
 # Key in the meta of a mask, for the name of the layer that it is for.

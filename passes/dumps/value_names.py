@@ -19,7 +19,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.fx import BODY_OF, between, closure_forward, computed_from, is_getitem, name_in_model, note
+from hecate.passes.analysis.torch_values import name_in_model
+from hecate.passes.fx import BODY_OF, between, closure_forward, computed_from, is_getitem, note
 from hecate.private import OpOverload, OpOverloadPacket, PlainAOTInput, names_in, rename, schema_of
 from hecate.runtime.comm.collective import collective_of, start_of
 from hecate.runtime.ops.experts import hold
