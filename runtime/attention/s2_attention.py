@@ -193,5 +193,5 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, checked: Any, numbers: Any,
 @register_flop_formula(torch.ops.hecate.s2_attention_backward)
 def _backward_flops(grad_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Count operations of the scores, again, and of the gradients of weights, q, k and v."""
-    _, _, numbers, _ = args
+    _, _, numbers, *_ = args
     return 2 * _cells(q_shape, Pattern(*numbers)) * (3 * q_shape[3] + 2 * v_shape[3])

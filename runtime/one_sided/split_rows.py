@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
 from hecate.runtime.one_sided.links import MOST_RANKS
@@ -74,7 +75,7 @@ def split_rows_reference(
     have, want, by_node = (numbers.cpu().numpy() for numbers in (counts, wanted, order))
     experts, ranks = np.repeat(np.arange(len(want)), len(have)), np.tile(by_node, len(want))
     quotas = split_wanted(have, experts, ranks, want[:, by_node].reshape(-1), topology, rank)
-    sends, receives = (torch.from_numpy(part).to(counts.device) for part in (quotas.sends, quotas.receives))
+    sends, receives = (on_device(part, counts.device) for part in (quotas.sends, quotas.receives))
     return sends, receives
 
 
