@@ -35,7 +35,7 @@ class Run:
     def __init__(self, kind: str, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
         model: Any = (
-            small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1 + (kind != "plain"))
+            small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1 + (kind == "plain"))
         )
         if kind == "qwen3_moe":
             for layer in model.model.layers:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -127,10 +128,13 @@ def wait_in_vain(fault: str, on_stream: bool, quick: bool = True) -> tuple[str, 
 
 
 def both(fault: str) -> tuple[list[Any], list[Any]]:
-    """Over gloo on a thread, and on a stream."""
-    over_gloo, on_stream = (
-        run_ranks(wait_in_vain, 2, timeout=100, fault=fault, on_stream=lane) for lane in (False, True)
-    )
+    """Over gloo on a thread, and on a stream, at the same time."""
+
+    def run(on_stream: bool) -> list[Any]:
+        return run_ranks(wait_in_vain, 2, timeout=100, fault=fault, on_stream=on_stream)
+
+    with ThreadPoolExecutor() as pool:
+        over_gloo, on_stream = pool.map(run, (False, True))
     return over_gloo, on_stream
 
 

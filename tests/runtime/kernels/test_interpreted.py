@@ -7,13 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.runtime.kernels.ranks import MODELS
 from tests.support.extent import ALL
-from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,38 +39,3 @@ def test_kernels_equal_their_references() -> None:
     )
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
     assert "skipped" not in done.stdout and " passed" in done.stdout, done.stdout[-500:]
-
-
-MOVING = {"expand_segments", "gather_rows", "pack_experts", "scatter_rows", "sum_replicas"}
-# bf16 has 8 bits, and the interpreter cuts off the others where torch rounds: neighbours differ by up to 2^-7, and
-# sums of rows by a few of those.
-ROUNDED = 5e-2
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        # Not forked: those processes have imported Triton before.
-        return run_ranks("tests.runtime.kernels.ranks:run", 3, launcher="torchrun")
-
-
-@pytest.mark.distributed
-def test_operators_on_ranks_that_interpret_kernels(ranks: list[dict[str, Any]]) -> None:
-    """Replicas, their gradients and rows between three ranks."""
-    assert {name for of_rank in ranks for name in of_rank["launched by operators"]} == MOVING
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("model", MODELS)
-def test_a_step_with_kernels_equals_one_without(model: str, ranks: list[dict[str, Any]]) -> None:
-    """Loss and every gradient, with random replicas."""
-    limit = ROUNDED if "bf16" in model else 1e-5
-    # A rank need not send experts.
-    launched = {name for of_rank in ranks for name in of_rank[model]["launched"]}
-    assert launched == MOVING | {"grouped_mm", "weight_grads"}
-    for of_rank in ranks:
-        found = of_rank[model]
-        assert not found["missing"] and "loss" in found["errors"]
-        assert max(found["errors"].values()) < limit, found["errors"]
-        assert found["one process"] < limit
