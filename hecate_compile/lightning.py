@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ class HecateStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> Any:
         self._name = self._name or _name_of_model(model)
-        if not is_compiled(self.compiled):
-            compile(self.compiled, self._config)
         inside = {id(parameter) for parameter in self.compiled.parameters()}
         outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
         if outside:
@@ -60,12 +58,13 @@ class HecateStrategy(DDPStrategy):
                 f"hecate: {outside[0]} and {len(outside) - 1} more parameters are outside of {self._name}, which is "
                 "compiled, so nobody would average their gradients. Put them into it, or freeze them."
             )
+        if not is_compiled(self.compiled):
+            compile(self.compiled, self._config)
         return model
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.compiled.no_sync())
+        with self.compiled.no_sync():
             yield
 
     # --- checkpoints: Hecate has the model and its optimizers, Lightning all else ---
