@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
 from hecate import Config, compile, load, save
 from hecate.compiled_model import is_compiled
+from hecate.private import is_persistent
 
 
 class HecateStrategy(DDPStrategy):
@@ -51,16 +54,26 @@ class HecateStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> Any:
         self._name = self._name or _name_of_model(model)
+        assert self.lightning_module is not None
+        if self._layer_sync is not None:
+            raise ValueError("hecate: sync_batchnorm is not there; buffers are rank 0's in each forward, as with DDP")
         inside = {id(parameter) for parameter in self.compiled.parameters()}
         outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-        if outside:
+        if outside and self._is_fitting:
             raise ValueError(
                 f"hecate: {outside[0]} and {len(outside) - 1} more parameters are outside of {self._name}, which is "
                 "compiled, so nobody would average their gradients. Put them into it, or freeze them."
             )
         if not is_compiled(self.compiled):
             compile(self.compiled, self._config)
+        if dist.is_initialized():
+            for tensor in self.lightning_module_state_dict().values():
+                dist.broadcast(tensor, 0)
         return model
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -78,12 +91,14 @@ class HecateStrategy(DDPStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what the LightningModule has besides the model, such as buffers of metrics."""
+        """Return what the LightningModule has besides the model, such as buffers of metrics and frozen parameters."""
         assert self.lightning_module is not None
-        compiled, found = self.compiled, dict[str, Any]()
-        for name, module in self.lightning_module.named_children():
-            if module is not compiled and not any(part is compiled for part in module.modules()):
-                found |= module.state_dict(prefix=f"{name}.")
+        inside, found = {*self.compiled.modules()}, dict[str, Any]()
+        for name, part in self.lightning_module.named_modules():
+            if part not in inside:
+                own = {key: parameter.detach() for key, parameter in part.named_parameters(recurse=False)}
+                own |= {key: value for key, value in part.named_buffers(recurse=False) if is_persistent(part, key)}
+                found |= {f"{name}.{key}".lstrip("."): value for key, value in own.items()}
         return found
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -94,11 +109,18 @@ class HecateStrategy(DDPStrategy):
         if storage_options is not None:
             raise ValueError("hecate: a checkpoint has no storage_options; it is written to a folder")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
-        save(Path(filepath), self.compiled, optimizers, step=checkpoint["global_step"], extra=checkpoint, keep=1)
+        path, whole = Path(filepath), Path(filepath).exists()
+        # Lightning takes a path that is there for a checkpoint, so it must not appear before it is one.
+        folder = path if whole else path.with_name(f".{path.name}.part")
+        self.barrier()
+        save(folder, self.compiled, optimizers, step=checkpoint["global_step"], extra=checkpoint, keep=1)
+        if not whole and self.is_global_zero:
+            folder.rename(path)
+        self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model, and in ``fit`` its optimizers, and return what Lightning knows; a collective."""
-        loaded = load(Path(checkpoint_path), self.compiled, self.optimizers or None)
+        loaded = load(Path(checkpoint_path), self.compiled, self.optimizers if self._is_fitting else None)
         checkpoint: dict[str, Any] = loaded.extra
         return checkpoint
 

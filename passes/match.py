@@ -38,11 +38,21 @@ Pattern = Any
 _Matches = Callable[[Any, Found], bool]
 
 
+_OPERATORS = ("torch.ops.aten", "torch.ops.prim", "torch.ops.hecate")
+_FUNCTIONS = ("torch", "_operator", "builtins", "math", "hecate.")
+
+
 def name_of(node: object) -> str:
     """Return the name of the function or method that a node calls; "" for all else."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    # Builtins of torch have no module. Of another library's operators and functions a name says nothing.
+    module = getattr(target, "__module__", None) or "torch"
+    known = module.startswith(_OPERATORS) if module.startswith("torch.ops.") else module.startswith(_FUNCTIONS)
+    return str(getattr(target, "__name__", "")) if known else ""
 
 
 def named(node: object, *names: str) -> bool:

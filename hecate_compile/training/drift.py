@@ -72,20 +72,17 @@ class DriftCheck:
         )
         self._world = sync.world
         self._forwards = 0
-        self._apart = self._warned = False
+        self._stepped = self._apart = self._warned = False
 
     def before_forward(self, mode: StepMode) -> None:
         """Compare if it is time, a collective then; raise on all ranks if parameters differ by more than rounding."""
         if self._world.group is None or not self._every or not self._in_forwards or not mode.training:
             return
         done, self._forwards = self._forwards, self._forwards + 1
-        if not done or (done not in _EARLY and done % self._every):
+        self._stepped = self._stepped or self._stepped_apart()
+        if not done or (done not in _EARLY and done % self._every) or self._apart:
             return
-        # Steps on a rank's own gradients, and averages after them, are the program's business.
-        self._apart = self._apart or self._stepped_apart()
-        if self._apart:
-            return
-        drift = self._compare()
+        drift = self._compare(stepped=self._stepped)
         if drift is None:
             return
         if not drift.rounding:
@@ -107,8 +104,12 @@ class DriftCheck:
         if again or not warned:
             warn_together(text, self._world.rank, stacklevel=2)
 
-    def _compare(self) -> Drift | None:
-        """Return the difference, the same on all ranks; None if there is none. A collective."""
+    def _compare(self, *, stepped: bool = False) -> Drift | None:
+        """Return the difference, the same on all ranks; None if there is none. A collective.
+
+        Steps on a rank's own gradients, and averages after them, are the program's business: where a rank has
+        ``stepped`` so, nothing is compared from then on.
+        """
         world = self._world
         found = {record.name: record.parameter.detach() for record in self._records() if record.exists}
         parameters = {name: p for name, p in found.items() if not is_traceable_wrapper_subclass(p)}
@@ -120,7 +121,10 @@ class DriftCheck:
         world.queue.drain()
         with doing("the comparison of parameters"):
             mixed = (digests * factors).sum().view(1).to(world.control_device)
-            if len({*collectives.all_gather_even(mixed, world).flatten().tolist()}) == 1:
+            mine = torch.cat([mixed, torch.tensor([stepped], dtype=mixed.dtype, device=mixed.device)])
+            mixes, steps = collectives.all_gather_even(mine, world).t().tolist()
+            self._apart = self._apart or any(steps)
+            if any(steps) or len({*mixes}) == 1:
                 return None
             told = gather_json([[*parameters], digests.tolist()], world)
             names, values = zip(*told, strict=True)

@@ -109,6 +109,11 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
     dtype = sync.travels_as(own_dtype)
+    if sync.owed and sync.hooked:
+        for record in records:
+            # Buckets must be of one length on all ranks, and another rank may have some.
+            if record.parameter.grad is None:
+                record.parameter.grad = torch.zeros_like(record.parameter)
     # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
     owed = [record.parameter.grad if sync.owed else None for record in records]
     # Hooks were given these micro-batch by micro-batch, and must not be given them again.

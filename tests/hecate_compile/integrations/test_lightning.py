@@ -36,11 +36,15 @@ def _module(**children: nn.Module) -> Any:
             super().__init__()
             torch.manual_seed(0)
             self.model = PlainLanguageModel(layers=1)
+            # Frozen, and other ones on each rank until the strategy copies rank 0's.
+            self.scale = nn.Parameter(torch.tensor(float(os.environ["RANK"])), requires_grad=False)
+            self.register_buffer("steps", torch.zeros(()))
             for name, child in children.items():
                 self.add_module(name, child)
 
         def training_step(self, ids: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.model(ids, ids)["loss"]
+            self.steps += 1
+            loss: torch.Tensor = self.model(ids, ids)["loss"] * (1 + self.scale)
             self.log("loss", loss.detach(), sync_dist=True)
             return loss
 
@@ -48,7 +52,7 @@ def _module(**children: nn.Module) -> Any:
             self.log("validated", self.model(ids, ids)["loss"].detach(), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -110,7 +114,7 @@ def train(folder: str) -> dict[str, Any]:
     found["files"] = sorted(path.name for path in Path(folder).iterdir())
     again, module = _fit(_strategy(), ckpt_path=Path(folder, "last.ckpt"))
     found["resumed"] = state_error(module.model.state_dict(), expected)
-    found["steps"] = again.global_step
+    found["steps"], found["own"] = again.global_step, [float(module.scale), float(module.steps)]
     validated = again.validate(module, _rows(), ckpt_path=Path(folder, "last.ckpt"), verbose=False)
     found["validated"] = validated[0]["validated"]
     return found
@@ -151,6 +155,7 @@ def test_it_trains_saves_and_goes_on_as_ddp(tmp_path: Path) -> None:
         assert found["files"] == ["last.ckpt", "step=2.ckpt"]
         assert found["resumed"] < 1e-5 and found["steps"] == _STEPS
         assert found["validated"] > 0
+        assert found["own"] == [0, 2 * _STEPS], "micro-batches that its own buffer counted in both runs"
 
 
 def test_what_nobody_would_average_is_refused() -> None:
