@@ -226,6 +226,11 @@ class _Writer(dcp.FileSystemWriter):
         # Without the path, which is that of a draft.
         return StorageMeta(save_id=self.save_id)
 
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        # In torch 2.11 what ``save`` returns says not where tensors lie.
+        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        super().finish(metadata, results)
+
 
 def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
     """Write this rank's part, and return the names of its files."""
