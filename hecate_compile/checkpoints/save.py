@@ -221,7 +221,9 @@ def _check_shared(draft: Path) -> None:
         raise FileNotFoundError(f"{draft.parent} is not the folder that rank 0 writes to: all ranks must share it")
 
 
-class _Writer(dcp.FileSystemWriter):
+class Writer(dcp.FileSystemWriter):
+    """Writes tensors as DCP does, and says where they lie."""
+
     def storage_meta(self) -> StorageMeta:
         # Without the path, which is that of a draft.
         return StorageMeta(save_id=self.save_id)
@@ -235,7 +237,7 @@ class _Writer(dcp.FileSystemWriter):
 def _write_files(draft: Path, snapshot: Snapshot, ranks: Ranks) -> list[str]:
     """Write this rank's part, and return the names of its files."""
     before = f"__{ranks.rank}_"
-    writer = _Writer(draft, sync_files=True)
+    writer = Writer(draft, sync_files=True)
     try:
         with warnings.catch_warnings():
             # A single process may save, too.

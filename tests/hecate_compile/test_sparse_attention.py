@@ -285,6 +285,7 @@ def test_a_model_in_which_nothing_became_sparse_is_refused() -> None:
 # --- attention that would be dense, and nobody would notice ---
 
 
+@pytest.mark.skipif(not traces._OWN_COUNT, reason="in torch 2.11 all models of a process have one limit together")
 def test_more_graphs_than_a_model_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "LIMIT", 1)
     model = compiled("llama", OPTIONS)

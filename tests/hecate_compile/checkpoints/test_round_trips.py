@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import hecate
 from hecate.checkpoints.safety.files import record_files
 from hecate.checkpoints.safety.tensor_index import INDEX, TensorReader, read_index, write_index
+from hecate.checkpoints.save import Writer
 from hecate.checkpoints.state_dicts import Site
 from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm.world import World
@@ -82,7 +82,7 @@ def _as_rank(
 def _save(folder: Path, states: list[dict[str, torch.Tensor]]) -> None:
     """What ``torch.distributed.checkpoint.save`` does on as many ranks, one after the other."""
     planners = [DefaultSavePlanner() for _ in states]
-    writers: list[Any] = [dcp.FileSystemWriter(folder, sync_files=False) for _ in states]
+    writers: list[Any] = [Writer(folder, sync_files=False) for _ in states]
     plans = []
     for rank, (planner, writer, state) in enumerate(zip(planners, writers, states, strict=True)):
         planner.set_up_planner({"model": state}, None, rank == 0)

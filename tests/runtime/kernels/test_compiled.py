@@ -203,9 +203,9 @@ def test_parts_of_a_table_make_no_other_kernel() -> None:
     assert len(one) == 2 and one == join(3, 5) == join(5, 1)
 
 
-# What a release spills beyond that, with the bytes that were seen: other compilers use other registers.
+# What another release spills beyond that, with the bytes that were seen: other compilers use other registers.
 TRITON = importlib.metadata.version("triton").rpartition(".")[0]
-NEWER = {"3.9": {(64, torch.bfloat16): 4, (128, torch.bfloat16): 336}}
+OTHERS = {"3.6": {(128, torch.bfloat16): 44}, "3.9": {(64, torch.bfloat16): 4, (128, torch.bfloat16): 336}}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -225,7 +225,7 @@ def test_attention_compiles_and_fits(
     for name, made in found.items():
         assert made.asm["cubin"] and made.metadata.shared <= SHARED[capability], (name, made.metadata.shared)
         if capability == 90:
-            assert spills_of(made.asm["ptx"], tmp_path) <= spilled + NEWER.get(TRITON, {}).get((block, dtype), 0), (
+            assert spills_of(made.asm["ptx"], tmp_path) <= spilled + OTHERS.get(TRITON, {}).get((block, dtype), 0), (
                 name
             )
 
