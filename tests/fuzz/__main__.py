@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from tests.fuzz.draw import draw_case, draw_model
 from tests.support.ranks import RanksFailed, run_ranks
@@ -23,32 +24,26 @@ _TOGETHER = 2
 
 
 def fuzz(seed: int, models: range, cases: list[int], *, log: bool = False) -> list[str]:
-    """Problems, one text each."""
-    problems: list[str] = []
-    for start in range(models.start, models.stop, _TOGETHER):
-        numbers = list(range(start, min(start + _TOGETHER, models.stop)))
-        try:
-            found = run_ranks("tests.fuzz.run:run_models", 2, timeout=400, seed=seed, numbers=numbers, cases=cases)
-            problems += [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
-        except RanksFailed as error:
-            problems.append(f"seed {seed}, models {numbers}: {error}")
-        if log:
-            print(f"models {numbers[0]} to {numbers[-1]}: {len(problems)} problems so far", flush=True)
-    return problems
+    """Problems of drawn cases, one text each."""
+    return _problems("tests.fuzz.run:run_models", "models", models, log=log, seed=seed, cases=cases)
 
 
-def live(seed: int, numbers: range, turns: int = 30, *, log: bool = False) -> list[str]:
+def live(seed: int, lives: range, turns: int = 30, *, log: bool = False) -> list[str]:
     """Problems of drawn lives, one text each."""
+    return _problems("tests.fuzz.life:run_lives", "lives", lives, log=log, seed=seed, turns=turns)
+
+
+def _problems(function: str, what: str, numbers: range, *, log: bool, seed: int, **drawn: Any) -> list[str]:
     problems: list[str] = []
     for start in range(numbers.start, numbers.stop, _TOGETHER):
         some = list(range(start, min(start + _TOGETHER, numbers.stop)))
         try:
-            found = run_ranks("tests.fuzz.life:run_lives", 2, timeout=400, seed=seed, numbers=some, turns=turns)
+            found = run_ranks(function, 2, timeout=400, seed=seed, numbers=some, **drawn)
             problems += [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
         except RanksFailed as error:
-            problems.append(f"seed {seed}, lives {some}: {error}")
+            problems.append(f"seed {seed}, {what} {some}: {error}")
         if log:
-            print(f"lives {some[0]} to {some[-1]}: {len(problems)} problems so far", flush=True)
+            print(f"{what} {some[0]} to {some[-1]}: {len(problems)} problems so far", flush=True)
     return problems
 
 
