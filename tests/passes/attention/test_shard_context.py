@@ -164,7 +164,6 @@ def test_keys_that_are_changed_in_place_are_not_read_through() -> None:
 
     with pytest.raises(Exception, match="keys of 4 heads where the model's config says 2"):
         torch.compile(function, backend=Sharded(key_heads=H))(*qkv())
-    torch._dynamo.reset()
     # A pattern for each query head does not ask.
     options = S2Attention(block=16, local=1, per="q", dense_layers=())
     assert errors(Sharded(options, key_heads=H), function, (S,), options) < 1e-5
@@ -173,7 +172,6 @@ def test_keys_that_are_changed_in_place_are_not_read_through() -> None:
 def refused(
     function: Function, options: S2Attention = SMALL, inputs: list[Tensor] | None = None, **known: Any
 ) -> str:
-    torch._dynamo.reset()
     with pytest.raises(Exception) as caught:
         torch.compile(function, backend=Sharded(options, **known))(*(inputs or qkv()))
     assert "UnsupportedAttentionError" in str(caught.value), caught.value
@@ -211,7 +209,6 @@ def test_refuses_padding_and_names_the_input() -> None:
     assert "the mask depends on attention_mask: pass none where nothing is padded" in text
 
     # Without gradients it is looked at when it is there.
-    torch._dynamo.reset()
     found = Sharded()
     with torch.no_grad():
         model = torch.compile(function, backend=found)
@@ -365,12 +362,10 @@ def test_one_query_looks_at_what_it_would_see(off: tuple[str, ...]) -> None:
 def test_what_ranks_compare_does_not_have_the_length() -> None:
     lines = []
     for length in (70, 100):
-        torch._dynamo.reset()
         found = Sharded()
         torch.compile(WAYS["a mask"], backend=found, dynamic=False)(*qkv(length))
         lines.append(fingerprint(found.graphs[0]))
     assert lines[0] == lines[1]
-    torch._dynamo.reset()
     found = Sharded(S2Attention(block=16, local=2, dense_layers=()))
     torch.compile(WAYS["a mask"], backend=found, dynamic=False)(*qkv())
     assert fingerprint(found.graphs[0]) != lines[0]
@@ -384,7 +379,6 @@ def test_autocast_casts_operands(inside: bool) -> None:
 
     results = []
     for off in ((), ("skip_blocks",)):
-        torch._dynamo.reset()
         found, inputs = Sharded(off=off), qkv()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
             # As whoever runs a compiled graph: what was cast is in it.

@@ -26,7 +26,6 @@ def rewritten(function: Function, *, dynamic: bool = False, dtype: torch.dtype =
     Its results and gradients must be the same with them and without.
     """
     torch.manual_seed(0)
-    torch._dynamo.reset()
     tokens, weights = torch.randn(T, H, dtype=dtype), torch.randn(T, K, dtype=dtype)
     experts, found = torch.randint(0, 4, (T, K)), []
 
