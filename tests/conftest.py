@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "150"
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ import torch._dynamo.pgo
 def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sizes that torch saw change in one test are not dynamic in the next, nor is a failing test's grad mode kept."""
     torch._dynamo.pgo.reset_code_state()
-    if request.path.relative_to(Path(__file__).parent).parts[0] in ("passes", "runtime"):
-        # These capture graphs with a plain torch.compile. Torch counts a function's graphs over all tests; Hecate
-        # does so per model.
-        torch._dynamo.reset()
-    yield
+    # Torch counts the graphs of a function over all tests; Hecate does so per model.
+    with torch._dynamo.config.patch(recompile_limit=1000) if _captures(request.path) else nullcontext():
+        yield
     torch.set_grad_enabled(True)
+
+
+def _captures(path: Path) -> bool:
+    """Tell whether tests capture graphs with a plain torch.compile."""
+    return path.relative_to(Path(__file__).parent).parts[0] in ("passes", "runtime")
