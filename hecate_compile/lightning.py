@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from hecate import Config, compile, load, save
 from hecate.compiled_model import is_compiled
 from hecate.private import is_persistent
+from hecate.runtime.comm.start import start_process_group
 
 
 class HecateStrategy(DDPStrategy):
@@ -47,6 +49,12 @@ class HecateStrategy(DDPStrategy):
         """The compiled model in the LightningModule."""
         assert self.lightning_module is not None and self._name is not None
         return self.lightning_module.get_submodule(self._name)
+
+    def setup_distributed(self) -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ and not dist.is_initialized():
+            # Lightning's own start finds the addresses of dead ranks when torchrun starts all of them again.
+            start_process_group("", lambda _: self._get_process_group_backend(), timeout=self._timeout)
+        super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
         # Not that of DDPStrategy, which copies rank 0's parameters, and so its experts, where it does not wrap them.

@@ -38,15 +38,15 @@ def start_process_group(
 ) -> None:
     """Call ``dist.init_process_group()`` for ranks of torchrun, whatever an earlier start left in the store.
 
-    ``backend_for`` gets the text ``own`` of every rank, by rank, and returns the backend. Raises TimeoutError with
-    the ranks that did not come.
+    ``backend_for`` gets the text ``own`` of every rank, by rank, and returns the backend. ``timeout`` is that of the
+    group, by default its backend's. Raises TimeoutError with the ranks that did not come.
     """
-    timeout = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    start = agree_on_start(store, rank, size, timeout) if _store_outlives_ranks() else "start"
+    wait = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
+    store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+    start = agree_on_start(store, rank, size, wait) if _store_outlives_ranks() else "start"
     store = dist.PrefixStore(f"hecate/{start}", store)
     backend = backend_for(_exchange(store, own, rank, size))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     _fresh.add(default_group())
 
 
