@@ -120,7 +120,6 @@ def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
     """Peak bytes of one system, over a step that is not the first."""
     import hecate
     from hecate.graph import lowering
-    from hecate.wrap.expert_shards import is_expert_shard
     from hecate.wrap.shard import shard_of
 
     tracker = Tracker()
@@ -137,7 +136,7 @@ def measure(options: dict[str, Any], layers: int) -> dict[str, int]:
             optimizer.step()
             states = {"expert": 0, "dense": 0}
             for parameter in model.parameters():
-                kind = "expert" if is_expert_shard(shard_of(parameter)) else "dense"
+                kind = "expert" if (shard := shard_of(parameter)) is not None and shard.part == "experts" else "dense"
                 tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
                 states[kind] += sum(t.numel() * t.element_size() for t in tensors if t is not None and t.numel() > 1)
             optimizer.zero_grad()

@@ -226,10 +226,8 @@ def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
 def _adopt_libraries(model: nn.Module, found: _Found) -> None:
     """Make optimizers, clipping and other libraries work with shards; ``docs/patches.md`` lists what changes."""
     transformers_models.install_recorders(model)
-    several = found.mesh.everyone.size > 1
-    if several or any(e.vectors for e in found.experts):
+    if found.mesh.everyone.size > 1:
         watch_optimizers()
-    if several:
         watch_clipping()
         watch_scalers()
         leave_unwrapped()
@@ -271,6 +269,7 @@ def _forward(
         model=weakref.ref(model),
         world=everyone,
         has_shards=bool(sharded.layers or shards),
+        experts=found.experts,
         carrier=sharded.carrier,
         buffers=buffers,
         additions=additions,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hecate.checkpoints.coordination import MismatchError
 from hecate.checkpoints.state_dicts import LogicalTensor, Site, sites_of, whole_shape
 from hecate.private import init_optimizer_state
+from hecate.runtime.comm.agreement import gather_json
 from hecate.training.optimizer_state import (
     bring_along,
     note_owners,
@@ -22,7 +23,9 @@ from hecate.training.optimizer_state import (
     options_of,
     state_that_cannot_be_saved,
     stepping_does_not_count,
+    world_of,
 )
+from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
 
@@ -48,7 +51,6 @@ class OptimizerTensors:
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # Options, and the names of parameters.
-    finish: list[Callable[[], None]] = field(default_factory=list)  # Called when the tensors have been filled.
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensors:
@@ -63,11 +65,15 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensor
         site = sites[id(parameter)]
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                for name, tensor in site.split(value).items():
-                    out.tensors.setdefault(name, {})[key] = tensor
+                out.tensors.setdefault(site.name, {})[key] = site.split(value)
             elif value is not None:
-                for name in site.names:
-                    out.plain.setdefault(name, {})[key] = value
+                out.plain.setdefault(site.name, {})[key] = value
+    members = [site for site in sites.values() if is_member_shard(shard_of(site.parameter))]
+    world = world_of(optimizer)
+    if members and world is not None:
+        own = {site.name: out.plain[site.name] for site in members if site.name in out.plain}
+        for theirs in gather_json(own, world):
+            out.plain.update(theirs)
     return out
 
 
@@ -82,47 +88,31 @@ def prepare_optimizer(
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
-            site = sites[id(parameter)]
-            for key, found in saved.get(site.names[0], {}).items():
-                if found.size != _whole_shape(site) and len(found.size) and shard_of(parameter) is not None:
+            site, whole = sites[id(parameter)], whole_shape(parameter)
+            for key, found in saved.get(site.name, {}).items() if site.is_here else ():
+                if found.size != whole and len(found.size) and shard_of(parameter) is not None:
                     raise ValueError(
-                        f"{key} of {site.names[0]} has the shape {list(found.size)}, and the parameter, which is "
-                        f"split over ranks, {list(_whole_shape(site))}"
+                        f"{key} of {site.name} has the shape {list(found.size)}, and the parameter, which is "
+                        f"split over ranks, {list(whole)}"
                     )
-                if found.size == _whole_shape(site):
+                if found.size == whole:
                     room = torch.zeros_like(parameter, dtype=found.properties.dtype, requires_grad=False)
-                    parts = site.split(room)
                 else:
                     # The state is one value for the whole parameter: a count of steps.
                     device = parameter.device if on_device or key != "step" else torch.device("cpu")
                     room = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
-                    parts = {name: torch.zeros_like(room) for name in site.names}
-                    out.finish.append(_take_largest(room, tuple(parts.values())))
                 optimizer.state[parameter][key] = room
-                for name, tensor in parts.items():
-                    out.tensors.setdefault(name, {})[key] = tensor
+                out.tensors.setdefault(site.name, {})[key] = site.split(room)
     return out
-
-
-def _take_largest(room: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """Return a function that fills ``room`` with the largest of ``parts``: experts may have taken unequal steps."""
-
-    def finish() -> None:
-        room.copy_(torch.stack(parts).amax(0) if len(parts) > 1 else parts[0])
-
-    return finish
-
-
-def _whole_shape(site: Site) -> torch.Size:
-    shape = whole_shape(site.parameter)
-    return shape[1:] if site.members and shard_of(site.parameter) is not None else shape
 
 
 def set_plain(model: nn.Module, optimizer: Optimizer, plain: Mapping[str, Mapping[str, Any]]) -> None:
     """Give ``optimizer`` the part of its state that is no tensor."""
     sites = _first_sites(model)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        optimizer.state[parameter].update(plain.get(sites[id(parameter)].names[0], {}))
+        site = sites[id(parameter)]
+        if site.is_here:
+            optimizer.state[parameter].update(plain.get(site.name, {}))
 
 
 def set_options(optimizer: Optimizer, groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
@@ -181,7 +171,7 @@ def _groups(optimizer: Optimizer, sites: Mapping[int, Site]) -> list[dict[str, A
                     f"{type(optimizer).__name__} has a parameter of the shape {list(parameter.shape)} in group "
                     f"{number} that is not in the model. Build it from model.parameters() after hecate.compile"
                 )
-            names += sites[id(parameter)].names
+            names.append(sites[id(parameter)].name)
         groups.append({"params": names, **options_of(group)})
     return groups
 
@@ -246,6 +236,8 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
     for group, saved in zip(inner.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
             shard, values = shard_of(parameter), state["state"].get(number, {})
+            if is_member_shard(shard) and not shard.owned:
+                continue
             taken[parameter] = {
                 key: shard.slice(value) if shard is not None and torch.is_tensor(value) and value.ndim else value
                 for key, value in values.items()
@@ -272,13 +264,6 @@ def _check(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source
         raise MismatchError(
             f"hecate: {source} says that the optimizer's state is in the folder hecate beside it, and that is not "
             "there, or not on this rank. All ranks must see it."
-        )
-    stacked = [site for site in sites_of(model) if site.members]
-    if stacked:
-        raise MismatchError(
-            f"hecate: {source} was written without hecate. There each expert of a list has parameters of its own "
-            f"({stacked[0].members[0]}), which are rows of {stacked[0].name} here. Load the weights alone, or go on "
-            "without hecate."
         )
     found, wanted = ([len(group["params"]) for group in one] for one in (groups, optimizer.param_groups))
     if found != wanted:

@@ -211,8 +211,6 @@ class Restoring:
             prepared.append(room)
         self._read(tensors)
         for room, optimizer, kept in zip(prepared, optimizers, self.run["optimizers"], strict=False):
-            for finish in room.finish:
-                finish()
             self._usable(partial(set_plain, model, optimizer, kept["plain"]))
             self._usable(partial(set_options, optimizer, kept["groups"], room.groups))
         self._usable(lambda: set_extra_states(model, self.run["extra_state"]))

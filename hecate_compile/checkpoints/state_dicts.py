@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.compiled_model import is_compiled
 from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.runtime.ops.dense import DenseShard
-from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.expert_shards import is_expert_shard, is_member_shard
 from hecate.wrap.shard import shard_of
-from hecate.wrap.stack_experts import names_of_members
 
 
 @dataclass(frozen=True)
@@ -91,45 +90,36 @@ class LogicalTensor(torch.Tensor):
 
 @dataclass(frozen=True)
 class Site:
-    """A parameter under one of its names, or under ``members``, one for each expert of a list stacked in it."""
+    """A parameter under one of its names in the plain model's state dict."""
 
-    name: str  # In the plain model's state dict, unless there are members.
+    name: str
     parameter: nn.Parameter
-    members: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.members or (self.name,)
+    def is_here(self) -> bool:
+        """Tell whether this rank has something of the parameter, if each expert has one of its own."""
+        shard = shard_of(self.parameter)
+        return not is_member_shard(shard) or shard.owned
 
-    def split(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the parameter, or optimizer state of its shape, by the names of the plain model."""
+    def split(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the parameter, or optimizer state of its shape, as a part of the whole."""
         shard = shard_of(self.parameter)
         if shard is None or value.ndim == 0:
-            return {name: value.detach() for name in self.names}
+            return value.detach()
         if value.shape != self.parameter.shape:
             raise ValueError(
                 f"{self.name} is split over ranks, and its optimizer state of the shape {list(value.shape)} cannot "
                 f"be: it is not like the parameter, {list(self.parameter.shape)}"
             )
-        if self.members:
-            assert is_expert_shard(shard)
-            mine = {expert: row for row, expert in enumerate(shard.experts)}
-            nothing = value[:0].reshape(0, *value.shape[2:])
-            return {
-                name: LogicalTensor.of(
-                    value[mine[expert]] if expert in mine else nothing,
-                    shard.full_shape[1:],
-                    [Piece(0, 0, value.shape[1] if expert in mine else 0)],
-                )
-                for expert, name in enumerate(self.members)
-            }
-        if is_expert_shard(shard):
+        if is_member_shard(shard):
+            pieces = [Piece(0, 0, len(value))]
+        elif is_expert_shard(shard):
             pieces = [Piece(expert, row, 1) for row, expert in enumerate(shard.experts)]
         else:
             assert isinstance(shard, DenseShard)
             rank = shard.world.rank
             pieces = [Piece(sum(shard.counts[:rank]), 0, shard.counts[rank])]
-        return {self.name: LogicalTensor.of(value, shard.full_shape, pieces)}
+        return LogicalTensor.of(value, shard.full_shape, pieces)
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
@@ -138,21 +128,12 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
     return tensor.shape if shard is None else shard.full_shape
 
 
-def members_of(model: nn.Module) -> dict[int, dict[str, tuple[str, ...]]]:
-    """Return, by a module's identity and a parameter's name, the names of the experts that are stacked in it."""
-    experts = compiled_model_of(model, "save").experts if is_compiled(model) else ()
-    return {id(one.module): names_of_members(one) for one in experts}
-
-
 def sites_of(model: nn.Module) -> Iterator[Site]:
     """Yield every parameter under every name, tied ones more than once; in the same order on all ranks."""
-    members = members_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in parameters_of(module).items():
             if parameter is not None:
-                name = f"{prefix}.{key}".lstrip(".")
-                own = members.get(id(module), {}).get(key, ())
-                yield Site(name, parameter, tuple(f"{prefix}.{member}".lstrip(".") for member in own))
+                yield Site(f"{prefix}.{key}".lstrip("."), parameter)
 
 
 def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -167,9 +148,7 @@ def get_model_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if not is_compiled(model):
         # Extra state of modules need not be a tensor; run_state saves that.
         return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
-    state: dict[str, torch.Tensor] = {}
-    for site in sites_of(model):
-        state.update(site.split(site.parameter))
+    state = {site.name: site.split(site.parameter) for site in sites_of(model)}
     state.update(persistent_buffers(model))
     return state
 
@@ -208,10 +187,9 @@ def frozen_base(model: nn.Module) -> set[str]:
         for parameter in _parameters_at(module, part)
     }
     return {
-        name
+        site.name
         for site in sites_of(model)
         if not site.parameter.requires_grad and id(site.parameter) not in adapters and "lora_" not in site.name
-        for name in site.names
     }
 
 

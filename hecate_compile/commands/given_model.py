@@ -142,7 +142,7 @@ def _with_layers(config: Any, kept: int, total: int) -> Any:
 def _check_memory(model: nn.Module, ranks: int) -> None:
     """Refuse a model for which there is no memory: rank 0 holds its experts, all else, and one whole module."""
     largest = max(_bytes_of(module.parameters(recurse=False)) for module in model.modules())
-    experts = _bytes_of(parameters_of(e.module)[key] for e in _experts_of(model) for key in e.parameters)
+    experts = _bytes_of(parameters_of(e.store)[key] for e in _experts_of(model) for key in e.parameters)
     needed = _bytes_of(model.parameters()) - experts + experts / ranks + 2 * largest
     # The model is made on the device where it would train.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()

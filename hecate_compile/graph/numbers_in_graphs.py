@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from hecate.private import dynamo_config, parameters_of
 from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.find_experts import STACK
 from hecate.wrap.shard import shard_of
 
 # Options with which Dynamo takes such numbers into graphs.
@@ -64,7 +65,11 @@ def _number_in_the_way(error: BaseException) -> GuardOnDataDependentSymNode | No
 
 def _code_of_experts(model: nn.Module) -> Iterator[tuple[str, range]]:
     """Yield files and lines of the classes of modules that have experts, as parameters or as a list."""
-    holders = {m for m in model.modules() if any(is_expert_shard(shard_of(p)) for p in parameters_of(m).values())}
+    holders = {
+        module
+        for module in model.modules()
+        if STACK in module.__dict__ or any(is_expert_shard(shard_of(p)) for p in parameters_of(module).values())
+    }
     owners = holders | {module for module in model.modules() if not holders.isdisjoint(module.children())}
     for cls in {cls for module in owners for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
         if cls.__module__.partition(".")[0] not in ("torch", "hecate"):

@@ -148,13 +148,6 @@ class Explanation:
         """Return tables and sentences, in the order in which things happen."""
         parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}"]
         parts.append(self._found() if self.experts else "no experts are sharded")
-        vectors = [f"{e.name}.{key}" for e in self.experts for key in e.vectors]
-        if vectors:
-            parts.append(
-                "vectors of listed experts have two dimensions since they are stacked; where weight decay goes by "
-                f"dimensions, name them: {', '.join(vectors[:4])}"
-                + (f" and {len(vectors) - 4} more" if vectors[4:] else "")
-            )
         if self.parameters:
             parts.append(self._kept())
         if self.world.size == 1:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
 
@@ -26,7 +25,7 @@ def kept_parameters(model: nn.Module) -> tuple[KeptParameters, ...]:
     found: dict[str, list[nn.Parameter]] = {"experts": [], "dense, sharded": [], "dense, whole": []}
     for parameter in model.parameters():
         shard = shard_of(parameter)
-        kind = "dense, whole" if shard is None else "experts" if is_expert_shard(shard) else "dense, sharded"
+        kind = "dense, whole" if shard is None else "experts" if shard.part == "experts" else "dense, sharded"
         found[kind].append(parameter)
     return tuple(_of_kind(kind, parameters) for kind, parameters in found.items() if parameters)
 

@@ -20,7 +20,6 @@ from hecate.private import dynamo_counters, fake_store, reset_dynamo
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
-from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 
 
@@ -130,7 +129,11 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
         row_bytes=rows.shape[1:].numel() * state.layers[0].travels_as(rows.dtype).itemsize,
         tokens=max(t.numel() for t in inputs.values() if isinstance(t, torch.Tensor) and not t.is_floating_point()),
         dense_parameters=state.backend.dense_parameters,
-        dense=tuple((p.numel(), p.element_size()) for p in compiled.parameters() if not is_expert_shard(shard_of(p))),
+        dense=tuple(
+            (p.numel(), p.element_size())
+            for p in compiled.parameters()
+            if (shard := shard_of(p)) is None or shard.part != "experts"
+        ),
     )
 
 

@@ -21,8 +21,10 @@ from hecate.training.buffers import Buffers
 from hecate.training.drift import DriftCheck
 from hecate.training.move_owners import OwnerMover
 from hecate.wrap.changes import Changes
+from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.parameter_reads import install_replicated_reads
 from hecate.wrap.shard import shard_of
+from hecate.wrap.stack_experts import tie_stacks
 
 
 class Additions:
@@ -105,6 +107,7 @@ class BetweenForwards:
     model: weakref.ref[nn.Module]
     world: World
     has_shards: bool
+    experts: Sequence[ExpertsModule]
     carrier: Carrier
     buffers: Buffers
     additions: Additions
@@ -123,8 +126,9 @@ class BetweenForwards:
         self.carrier.settle()
         if self.watcher is not None:
             self.watcher()
-        # Step 2: between two steps, parameters may have been added and buffers may have become other than rank 0's,
-        # experts may change owners, and rates may become known.
+        # Step 2: between two steps, parameters may have been cast, frozen or added and buffers may have become other
+        # than rank 0's, experts may change owners, and rates may become known.
+        tie_stacks(self.experts)
         self.buffers.before_forward(mode)
         self.additions.before_forward()
         self.buffers.after_additions()

@@ -230,7 +230,7 @@ def _without_gradients(experts: Sequence[ExpertsModule]) -> Iterator[None]:
     """Hide the gradients of shards while Dynamo may trace."""
     # Dynamo would make a fake of .grad, too, with a data-dependent length of its own, and then could not tell that
     # this equals the parameter's. Looked up anew: load_state_dict(assign=True) makes new parameters.
-    found = (parameters_of(e.module)[key] for e in experts for key in e.parameters)
+    found = (parameters_of(e.store)[key] for e in experts for key in e.parameters)
     shards = list({id(p): p for p in found if p is not None}.values())
     gradients = [shard.grad for shard in shards]
     for shard in shards:

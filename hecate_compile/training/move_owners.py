@@ -6,13 +6,14 @@ follows before its optimizer's next step; see ``optimizer_state``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hecate.private import accumulation_hooks, gradient_hooks, parameters_of, set_hooks_of_tensor, swap_tensors
+from hecate.private import parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_alone, warn_together
@@ -23,7 +24,8 @@ from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.optimizer_state import state_that_cannot_move, tensors_elsewhere
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import shard_of
+from hecate.wrap.shard import refill, shard_of
+from hecate.wrap.stack_experts import stack_of
 
 
 class OwnerMover:
@@ -81,17 +83,19 @@ class OwnerMover:
         if not self._moved:
             self._moved = True
             self._warn_of_copies([layer for layer, _ in changes])
-        for layer, owners in changes:
-            self._move(layer, owners)
+        afterwards = [finish for layer, owners in changes for finish in self._move(layer, owners)]
         self.moves.append(sum(_changed(layer.owners, owners) for layer, owners in changes))
         for layer, owners in changes:
             layer.placer.change_owners(owners)
+        for finish in afterwards:
+            finish()
         return True
 
     def _agree_on(self, changes: Sequence[tuple[Layer, Owners]]) -> None:
         agree(
             [f"{layer.name}: {owners}" for layer, owners in changes]
             + [
+                # Of experts in a list each has one or none, as they say when they move.
                 f"{name} {p.dtype} gradient {p.grad is not None}"
                 for layer, _ in changes
                 for name, p in self._parameters(layer).items()
@@ -127,8 +131,11 @@ class OwnerMover:
         """Warn once of tensors that may be averages of weights, which nobody moves."""
         if self.mesh.everyone.rank:
             return
-        shapes = {p.shape: name for layer in layers for name, p in self._parameters(layer).items() if p.numel()}
-        copies = tensors_elsewhere(set(shapes))
+        # A copy of one expert in a list no longer has its parameter's shape, and torch says so.
+        stacks = {id(p) for own in self._experts.values() for e in own if (s := stack_of(e)) for p in s.parameters()}
+        named = [one for layer in layers for one in self._parameters(layer).items()]
+        shapes = {p.shape: name for name, p in named if p.numel() and id(p) not in stacks}
+        copies = tensors_elsewhere(shapes)
         if copies:
             warn_alone(
                 f"hecate: experts change owners for the first time, and {len(copies)} tensors that are no parameter, "
@@ -142,31 +149,39 @@ class OwnerMover:
     def _parameters(self, layer: Layer) -> dict[str, nn.Parameter]:
         """Return the shards of a layer by their names, each once."""
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
-        found = (parameters_of(e.module)[key] for e in self._experts[layer.id] for key in e.parameters)
+        found = (parameters_of(e.store)[key] for e in self._experts[layer.id] for key in e.parameters)
         return {shard.name: p for p in found if p is not None and (shard := shard_of(p)) is not None}
 
-    def _move(self, layer: Layer, owners: Owners) -> None:
+    def _move(self, layer: Layer, owners: Owners) -> Iterator[Callable[[], None]]:
+        """Move a layer's parameters and gradients; yield what is to be done once the layer has its new owners."""
+        stacks = [stack for e in self._experts[layer.id] if (stack := stack_of(e)) is not None]
+        members = {id(parameters_of(stack)[key]): (stack, key) for stack in stacks for key in stack.sites}
         with torch.no_grad():
             for parameter in self._parameters(layer).values():
-                gradient = parameter.grad
+                stack, key = members.get(id(parameter), (None, ""))
+                gradient, given = parameter.grad, None
+                if stack is not None:
+                    given = self._have_gradients(stack.members(key))
+                    gradient = stack.gradient(key) if any(given) else None
+                    if any(given) and gradient is None:
+                        gradient = torch.zeros_like(parameter, requires_grad=False)
                 if gradient is not None:
                     gradient = collectives.move_shards(gradient, layer.owners, owners, layer.world)
                 values = collectives.move_shards(parameter.detach(), layer.owners, owners, layer.world)
-                _refill(parameter, values, gradient)
+                if stack is None:
+                    refill(parameter, values, gradient)
+                else:
+                    refill(parameter, values, None)
+                    yield partial(stack.refilled, key, gradient, given)
+
+    def _have_gradients(self, members: Sequence[nn.Parameter]) -> list[bool]:
+        """Return which experts have a gradient, on their owner; a collective."""
+        world = self.mesh.everyone
+        has = torch.tensor([p.grad is not None and p.numel() > 0 for p in members], dtype=torch.int64)
+        has = has.to(world.control_device)
+        collectives.all_reduce(has, world)
+        return [bool(number) for number in has.tolist()]
 
 
 def _changed(old: Owners, new: Owners) -> int:
     return sum(a != b for a, b in zip(old.ranks, new.ranks, strict=True))
-
-
-def _refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Give a parameter object other values, whose first dimension may have another length."""
-    fresh = values.requires_grad_(parameter.requires_grad)
-    hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
-    parameter.grad = None
-    # ``parameter.data = values`` would not do: a loss of the last step that is still alive keeps the parameter's
-    # gradient accumulator alive, which would go on expecting the old length. The swap leaves it with the old tensor.
-    swap_tensors(parameter, fresh)
-    # The handles by which users take them off stay good.
-    set_hooks_of_tensor(parameter, hooks, after)
-    parameter.grad = gradient

@@ -26,9 +26,9 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
+from hecate.training.member_state import gather_members, move_members
 from hecate.training.optimizer_trial import refuse_unfit
-from hecate.training.stacked_in_groups import warn_of_decayed_vectors, warn_of_empty_groups
-from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
+from hecate.wrap.expert_shards import ExpertShard, MemberShard, is_expert_shard, is_member_shard
 from hecate.wrap.graph_breaks import called_by
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 
@@ -38,7 +38,6 @@ _NOTE = "hecate_state"
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
@@ -62,7 +61,7 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
         for parameter, shard in _expert_shards_in(group)
         if shard.layer.id in layers
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if not _can_move(value, parameter, _noted_owners(group, shard.layer))
+        if not _can_move(value, parameter, shard, _noted_owners(group, shard.layer))
     ]
 
 
@@ -160,10 +159,10 @@ def _world_of(group: dict[str, Any]) -> World | None:
     return next((shard.world for shard in shards if shard is not None and shard.world.group is not None), None)
 
 
-def _expert_shards_in(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, ExpertShard]]:
+def _expert_shards_in(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, ExpertShard | MemberShard]]:
     for parameter in group["params"]:
         shard = shard_of(parameter)
-        if is_expert_shard(shard) and shard.world.group is not None:
+        if (is_expert_shard(shard) or is_member_shard(shard)) and shard.world.group is not None:
             yield parameter, shard
 
 
@@ -177,10 +176,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     # This raises for a step that was refused, which has left NaN in all gradients, in those of dense parameters too.
     settle_all()
-    if optimizer not in _seen:
-        warn_of_decayed_vectors(optimizer)
-        warn_of_empty_groups(optimizer)
-        _seen.add(optimizer)
     world = world_of(optimizer)
     if world is None:
         return
@@ -189,6 +184,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _tried.add(optimizer)
         _show_whole(optimizer)
     bring_along(optimizer)
+    _leave_out_others(optimizer)
+
+
+def _leave_out_others(optimizer: Optimizer) -> None:
+    """Take the empty gradients away from experts of a list that other ranks own: an optimizer passes these over."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None and not parameter.numel() and is_member_shard(shard_of(parameter)):
+            parameter.grad = None
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -230,11 +233,15 @@ def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     if not called_by(_DCP):
         return None
     state, parameters = dict(state_dict["state"]), _numbered(optimizer)
+    members = [(p, shard) for p in parameters.values() if is_member_shard(shard := shard_of(p))]
     with doing("get_optimizer_state_dict"), torch.no_grad():
+        if members and members[0][1].world.group is not None:
+            theirs = gather_members(optimizer.state, members, members[0][1].world)
+            state.update((number, theirs[p]) for number, p in parameters.items() if p in theirs)
         for number in sorted(state):
             parameter = parameters[number]
             shard = shard_of(parameter)
-            if shard is not None and shard.world.group is not None:
+            if shard is not None and shard.world.group is not None and not is_member_shard(shard):
                 state[number] = {
                     key: shard.gather(value) if _has_shape(value, parameter.shape) else value
                     for key, value in sorted(state[number].items())
@@ -251,7 +258,10 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     state, parameters = dict(state_dict["state"]), _numbered(optimizer)
     for number, name in enumerate(names):
         shard = shard_of(parameters[number])
-        if shard is not None and shard.world.group is not None and name in state:
+        if is_member_shard(shard):
+            if not shard.owned:
+                state.pop(name, None)
+        elif shard is not None and shard.world.group is not None and name in state:
             state[name] = {
                 key: shard.slice(value) if _has_shape(value, shard.full_shape) else value
                 for key, value in state[name].items()
@@ -290,18 +300,25 @@ def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
     text = _as_text(world, _layers_in(group))
     if text == group[_NOTE]:
         return
+    members: dict[Layer, list[tuple[nn.Parameter, MemberShard]]] = {}
     with torch.no_grad():
         for parameter, shard in _expert_shards_in(group):
             old = _noted_owners(group, shard.layer)
-            if old != shard.layer.owners:
+            if old == shard.layer.owners:
+                continue
+            if is_member_shard(shard):
+                members.setdefault(shard.layer, []).append((parameter, shard))
+            elif is_expert_shard(shard):
                 _move(optimizer, parameter, shard, old)
+        for layer, theirs in members.items():
+            move_members(optimizer.state, theirs, layer, _noted_owners(group, layer))
     group[_NOTE] = text
 
 
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
     state, layer = optimizer.state.get(parameter, {}), shard.layer
     for key, value in sorted(state.items()):
-        if not _can_move(value, parameter, old):
+        if not _can_move(value, parameter, shard, old):
             raise ValueError(
                 f"hecate: {type(optimizer).__name__}'s {key!r} of {shard.name} was made or saved under other "
                 "owners of the experts, and cannot follow them: it has no line for each expert"
@@ -321,10 +338,11 @@ def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
     return owners
 
 
-def _can_move(value: Any, parameter: nn.Parameter, owners: Owners) -> bool:
+def _can_move(value: Any, parameter: nn.Parameter, shard: ExpertShard | MemberShard, owners: Owners) -> bool:
     """Return whether a value is a number, or a tensor with a line for each expert of this rank under ``owners``."""
     if isinstance(value, torch.Tensor):
-        shard = shard_of(parameter)
-        mine = owners.counts[shard.world.rank] if shard is not None else len(parameter)
-        return value.ndim == 0 or (value.ndim == parameter.ndim and len(value) == mine)
+        # What belongs to one expert can be of any shape.
+        if value.ndim == 0 or is_member_shard(shard):
+            return type(value) is torch.Tensor
+        return value.ndim == parameter.ndim and len(value) == owners.counts[shard.world.rank]
     return value is None or isinstance(value, (int, float, str))

@@ -30,6 +30,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
+from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
 # Torch's own optimizers that treat each element alone. A class derived from one may not.
@@ -48,7 +49,9 @@ _ELEMENTWISE = {
     torch.optim.SparseAdam,
 }
 # Optimizers that need whole parameters, which no trial shows: that begins after more steps, or for some numbers only.
-_WHOLE = {"AdamP", "DistributedShampoo", "LBFGS", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
+_WHOLE = {"AdamP", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
+# Those that need all of them.
+_ALL = {"DistributedShampoo", "LBFGS"}
 # Most of the largest two dimensions of a made-up parameter, and of the others: some optimizers treat dimensions below
 # 128 in another way, and quantize in blocks of up to 256, which halves must not cut.
 _LARGE, _SMALL = 144, 16
@@ -71,7 +74,8 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
             "the experts that those own. Use the optimizer inside it, built from model.parameters(): each rank has "
             'state of its own experts alone, and with hecate.Config(dense="shard") of its own rows of all else.'
         )
-    if names & _WHOLE:
+    parts = [shard for group in optimizer.param_groups for p in group["params"] if (shard := shard_of(p)) is not None]
+    if names & _ALL or (names & _WHOLE and not all(map(is_member_shard, parts))):
         raise RuntimeError(_needs_whole(kind))
     differs, problem = False, ""
     try:
@@ -118,6 +122,8 @@ class _MadeUp:
     target: torch.Tensor
     slope: torch.Tensor
     sharded: bool
+    # One rank has it whole, and the others nothing of it.
+    member: bool
 
     @classmethod
     def like(cls, parameter: nn.Parameter, generator: torch.Generator) -> _MadeUp:
@@ -136,10 +142,12 @@ class _MadeUp:
             slope *= steps.view(-1, *[1] * (len(shape) - 1))
         # The values are small, so that float32 has digits left for what a step adds.
         start, target, slope = (tensor.to(parameter.device) for tensor in (0.01 * start, 0.01 * target, slope))
-        return cls(start, target, slope, sharded=shard is not None)
+        return cls(start, target, slope, sharded=shard is not None, member=is_member_shard(shard))
 
     def part(self, tensor: torch.Tensor, half: int | None) -> torch.Tensor:
-        return tensor if half is None or not self.sharded else tensor.chunk(2)[half]
+        if half is None or not self.sharded:
+            return tensor
+        return tensor.chunk(2)[half] if not self.member else tensor[: 0 if half else None]
 
 
 def _made_up(optimizer: Optimizer) -> tuple[dict[str, _MadeUp], dict[int, str]]:
@@ -152,7 +160,8 @@ def _made_up(optimizer: Optimizer) -> tuple[dict[str, _MadeUp], dict[int, str]]:
         # Without digits: the layers of a model may have a group each, with a name or a rate of its own.
         text = re.sub(r"[\d.]+(e-?\d+)?", "", repr(options))
         for parameter in group["params"]:
-            kind = f"{shard_of(parameter) is not None} {parameter.ndim} {text}"
+            shard = shard_of(parameter)
+            kind = f"{type(shard).__name__} {parameter.ndim} {text}"
             kind_of[id(parameter)] = kind
             if kind not in kinds:
                 kinds[kind] = _MadeUp.like(parameter, generator)
@@ -205,6 +214,8 @@ def _take_steps(
             def gradients(factor: float = factor) -> torch.Tensor:
                 for kind, made in kinds.items():
                     parameter = parameters[kind]
+                    if not parameter.numel():
+                        continue
                     steepness = factor * made.part(made.slope, half)
                     parameter.grad = steepness * (parameter.detach() - made.part(made.target, half))
                 return torch.ones((), device=device)
@@ -249,7 +260,7 @@ def _same(whole: _Outcome, part: _Outcome, kinds: dict[str, _MadeUp], half: int 
         expected, found = made.part(whole.parameters[kind], half), part.parameters[kind]
         moved = float((whole.parameters[kind] - made.start).abs().max())
         rounding = 1e-6 * float(whole.parameters[kind].abs().max())
-        if not float((expected - found).abs().max()) <= 1e-4 * moved + rounding:
+        if found.numel() and not float((expected - found).abs().max()) <= 1e-4 * moved + rounding:
             return False
     return all(
         math.isclose(number, part.numbers[key], rel_tol=1e-4)

@@ -7,7 +7,7 @@ rank takes its part of the result. What cannot be carried over is refused before
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +19,17 @@ from hecate.private import (
     DYNAMO_NOTES,
     INITIALIZED,
     accumulation_hooks,
-    children_of,
     gradient_hooks,
     parameters_of,
     set_hooks_of_tensor,
 )
-from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.find_experts import STACK, ExpertsModule
 from hecate.wrap.shard import Shard, shard_of
 
 _Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _Hooks = dict[int, Any]
 # Attributes by which Hecate and Dynamo mark a tensor, and transformers one that it has loaded: no user's.
 _NOTES = ("_hecate_", DYNAMO_NOTES, INITIALIZED)
-_HOW = (
-    "Freeze all of them or none, or clear the gradients of some after the backward. "
-    'hecate.Config(policy="replicate") keeps every expert as a module of its own.'
-)
 
 
 def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -48,25 +43,25 @@ def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def carry_over_stacked(parts: Sequence[nn.Parameter], stacked: nn.Parameter) -> None:
-    """Give ``stacked`` the attributes and hooks of the parameters that it is made of."""
-    vars(stacked).update(_attributes(parts[0]))
+    """Give ``stacked`` the gradient hooks of the parameters that it is made of; they keep all else."""
     all_hooks = [gradient_hooks(part) for part in parts]
     if not any(all_hooks):
         return
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         given = zip(all_hooks, gradient.unbind(), strict=True)
-        return torch.stack([_call(hooks, part) if hooks else part for hooks, part in given])
+        return torch.stack([call_hooks(hooks, part) if hooks else part for hooks, part in given])
 
     set_hooks_of_tensor(stacked, _one(hook), None)
+    for part in parts:
+        set_hooks_of_tensor(part, None, accumulation_hooks(part))
 
 
 def describe_hooks(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> list[str]:
     """Return lines that must be equal on all ranks: gradient hooks of what will be sharded, which gather."""
     return [
         f"parameter {name}: {len(hooks)} gradient hooks"
-        for parts in _replaced(model, found, dense=dense)
-        for name, p in parts.items()
+        for name, p in _replaced(model, found, dense=dense)
         if (hooks := gradient_hooks(p))
     ]
 
@@ -75,10 +70,11 @@ def check_carried(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bo
     """Raise ValueError for what hangs on parameters of experts, with ``dense`` of all, and cannot on shards."""
     for experts in found:
         _check_plain(experts)
-    for parts in _replaced(model, found, dense=dense):
-        for name, parameter in parts.items():
+    members = {id(p) for experts in found for member in experts.members for p in member.parameters()}
+    for name, parameter in _replaced(model, found, dense=dense):
+        # Experts in a list keep the parameters that they have.
+        if id(parameter) not in members:
             _check_one(name, parameter)
-        _check_alike(parts)
 
 
 def _check_plain(experts: ExpertsModule) -> None:
@@ -114,48 +110,20 @@ def _check_one(name: str, parameter: nn.Parameter) -> None:
             )
 
 
-def _check_alike(parts: Mapping[str, nn.Parameter]) -> None:
-    # Experts of a list become one parameter, which has one of every attribute.
-    frozen = {name: not p.requires_grad for name, p in parts.items()}
-    if len(set(frozen.values())) > 1:
-        some = [name for name, is_frozen in frozen.items() if is_frozen]
-        others = [name for name, is_frozen in frozen.items() if not is_frozen]
-        raise ValueError(
-            f"hecate.compile: {_few(some)} {'is' if len(some) == 1 else 'are'} frozen and {_few(others)} "
-            f"{'is' if len(others) == 1 else 'are'} not, and the experts of a list become one parameter. {_HOW}"
+def _replaced(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of which each rank will have a part, by name."""
+    experts = {
+        id(p)
+        for one in found
+        for p in (
+            *(p for member in one.members for p in member.parameters()),
+            *(parameters_of(one.module).get(key) for key in one.parameters),
         )
-    (first, parameter), *rest = parts.items()
-    expected = _attributes(parameter)
-    for name, other in rest:
-        own = _attributes(other)
-        for key in sorted({*expected, *own}):
-            if key not in expected or key not in own or not _equal(expected[key], own[key]):
-                raise ValueError(
-                    f"hecate.compile: {first} and {name} differ in their attribute {key!r} ({_shown(expected, key)} "
-                    f"and {_shown(own, key)}), and the experts of a list become one parameter, which has one. Give "
-                    'all experts the same, or use hecate.Config(policy="replicate").'
-                )
-
-
-def _replaced(model: nn.Module, found: Sequence[ExpertsModule], *, dense: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield the parameters to be replaced, by name; in one dictionary those that become one parameter."""
-    seen: set[int] = set()
-    for experts in found:
-        prefix = f"{experts.name}." if experts.name else ""
-        labels = {id(module): label for label, module in children_of(experts.module).items()}
-        for name in experts.names:
-            parts = {f"{prefix}{labels[id(m)]}.{name}": m.get_parameter(name) for m in experts.members}
-            seen.update(map(id, parts.values()))
-            yield parts
-        for key in () if experts.members else experts.parameters:
-            parameter = parameters_of(experts.module)[key]
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield {prefix + key: parameter}
-    for name, parameter in model.named_parameters() if dense else ():
-        # A parameter of one row is kept whole.
-        if id(parameter) not in seen and parameter.ndim and len(parameter) > 1:
-            yield {name: parameter}
+    }
+    for name, parameter in model.named_parameters():
+        # A dense parameter of one row is kept whole.
+        if id(parameter) in experts or (dense and parameter.ndim and len(parameter) > 1):
+            yield name, parameter
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
@@ -176,12 +144,13 @@ def _of_whole(hooks: _Hooks, shard: Shard) -> _Hook:
             return gradient
         shard.world.queue.drain()
         with torch.no_grad():
-            return shard.slice(_call(hooks, shard.gather(gradient)))
+            return shard.slice(call_hooks(hooks, shard.gather(gradient)))
 
     return hook
 
 
-def _call(hooks: _Hooks, gradient: torch.Tensor) -> torch.Tensor:
+def call_hooks(hooks: _Hooks, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what a chain of hooks makes of a gradient."""
     for hook in list(hooks.values()):
         result = hook(gradient)
         if result is not None and result.shape != gradient.shape:
@@ -197,27 +166,14 @@ def _name_of(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or type(hook).__name__)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other
-    return bool(type(one) is type(other) and one == other)
-
-
-def _shown(attributes: Mapping[str, Any], key: str) -> str:
-    return repr(attributes[key])[:40] if key in attributes else "none"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:2])} and {len(names) - 2} others"
-
-
 class ParameterSites:
     """The sites of a model's parameters: ``(module, key)`` in the order of modules, several for a tied one."""
 
     def __init__(self, model: nn.Module) -> None:
         # Keyed by id, so that a parameter's memory is free as soon as it is replaced.
         self._of: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
+        stacks = [module.__dict__[STACK] for module in model.modules() if STACK in module.__dict__]
+        for module in (*model.modules(), *stacks):
             for key, parameter in parameters_of(module).items():
                 if parameter is not None:
                     self._of.setdefault(id(parameter), []).append((module, key))

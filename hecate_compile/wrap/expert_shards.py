@@ -28,7 +28,6 @@ class ExpertShard:
     name: str
     layer: Layer  # its owners say which experts the rows are
     full_shape: torch.Size
-    stacked: bool = False  # made of parameters of modules in a list, with one dimension more than these
     part: str = "experts"
     length_varies: bool = True
 
@@ -48,16 +47,49 @@ class ExpertShard:
         return collectives.gather_shards(local, self.layer.owners, self.world)
 
 
+@dataclass(frozen=True)
+class MemberShard:
+    """A parameter of one expert in a list: whole on its owner, and empty on the other ranks."""
+
+    name: str
+    layer: Layer
+    expert: int
+    full_shape: torch.Size
+    part: str = "experts"
+    length_varies: bool = True
+
+    @property
+    def world(self) -> World:
+        return self.layer.world
+
+    @property
+    def owned(self) -> bool:
+        return self.layer.owners.ranks[self.expert] == self.world.rank
+
+    def slice(self, full: torch.Tensor) -> torch.Tensor:
+        return full.clone() if self.owned else full.new_empty((0, *full.shape[1:]))
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        alone = Owners((self.layer.owners.ranks[self.expert],), self.world.size)
+        rows = local[None] if self.owned else local.new_empty((0, *self.full_shape))
+        return collectives.gather_shards(rows, alone, self.world)[0]
+
+
 def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:
-    """Return whether a record is of experts; for code that is about owners."""
+    """Return whether a record is of several experts, a row for each; for code that is about owners."""
     return isinstance(shard, ExpertShard)
+
+
+def is_member_shard(shard: Shard | None) -> TypeGuard[MemberShard]:
+    """Return whether a record is of one expert, which has parameters of its own."""
+    return isinstance(shard, MemberShard)
 
 
 def shard_experts(
     experts: ExpertsModule, sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
 ) -> Layer:
     """Keep this rank's experts of a module, with rank 0's values, and return the layer's record; a collective."""
-    shards = [shard_of(parameters_of(experts.module)[key]) for key in experts.parameters]
+    shards = [shard_of(parameters_of(experts.store)[key]) for key in experts.parameters]
     # Modules that share a parameter share a record: an expert has one owner.
     layer = next((shard.layer for shard in shards if is_expert_shard(shard)), None)
     if layer is None:
@@ -69,11 +101,11 @@ def shard_experts(
 
 
 def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites) -> None:
-    full = parameters_of(experts.module)[key]
+    full = parameters_of(experts.store)[key]
     assert full is not None
     if shard_of(full) is not None:
         return
-    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape, bool(experts.members))
+    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape)
     with torch.no_grad():
         if full.is_meta:
             shape = (len(shard.experts), *full.shape[1:])
@@ -92,8 +124,8 @@ def size_up(
 ) -> None:
     """Tell each layer an expert's bytes and FLOPs per row; rematerialized replicas are gathered once more."""
     for experts, layer in zip(found, layers, strict=True):
-        shapes = [p.shape[1:] for p in map(parameters_of(experts.module).get, experts.parameters) if p is not None]
-        layer.dtype = dtype or next(iter(experts.module.parameters(recurse=False))).dtype
+        shapes = [p.shape[1:] for p in map(parameters_of(experts.store).get, experts.parameters) if p is not None]
+        layer.dtype = dtype or next(iter(experts.store.parameters(recurse=False))).dtype
         layer.placer.sizes = LayerSizes(
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),
             row_bytes=layer.sizes.row_bytes,
@@ -106,7 +138,7 @@ def count_dense(model: torch.nn.Module) -> int:
     """Count elements of whole dense matrices in numbered blocks: these compute between MoE layers."""
     count = 0
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and not is_expert_shard(shard_of(parameter)) and re.search(r"(^|\.)\d+\.", name):
-            shard = shard_of(parameter)
+        shard = shard_of(parameter)
+        if parameter.ndim == 2 and (shard is None or shard.part != "experts") and re.search(r"(^|\.)\d+\.", name):
             count += (shard.full_shape if shard is not None else parameter.shape).numel()
     return count

@@ -18,6 +18,8 @@ from torch import nn
 from hecate.private import children_of, parameters_of
 from hecate.wrap.attention_config import config_value
 
+# The attribute of a list of experts that has what graphs read for them (``stack_experts``).
+STACK = "_hecate_stack"
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
 
@@ -46,7 +48,12 @@ class ExpertsModule:
     # The experts, if they are modules of a list; ``parameters`` are then made of theirs (``stack_experts``).
     members: tuple[nn.Module, ...] = ()
     names: dict[str, str] = field(default_factory=dict)  # of each parameter in a member: the key made of it
-    vectors: tuple[str, ...] = ()  # keys of those that are vectors in a member
+
+    @property
+    def store(self) -> nn.Module:
+        """The module that has ``parameters``: the stack of a list, once there is one."""
+        store: nn.Module = self.module.__dict__.get(STACK, self.module)
+        return store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +142,6 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
         sign=sign,
         members=members,
         names=names,
-        vectors=tuple(names[key] for key, shape, _ in shapes[0] if len(shape) == 1),
     )
 
 

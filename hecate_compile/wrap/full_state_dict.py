@@ -13,6 +13,7 @@ from hecate.runtime.comm.agreement import meet
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 from hecate.wrap.carry_over import ParameterSites
+from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, shard_of
 
 Site = tuple[nn.Module, str]
@@ -25,7 +26,8 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World)
         hangs = {
             key: sites.of(parameter)
             for key, parameter in parameters_of(module).items()
-            if parameter is not None and shard_of(parameter) is not None
+            # An expert of a list is shown by its list.
+            if parameter is not None and (shard := shard_of(parameter)) is not None and not is_member_shard(shard)
         }
         if hangs:
             _keep_full(module, hangs, gathered)

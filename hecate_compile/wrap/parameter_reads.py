@@ -62,14 +62,11 @@ def install_reads(
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         if (member := member_of(module)) is not None:
             for key, stacked in member.keys.items():
-                shard = shard_of(parameters_of(member.holder)[stacked])
+                shard = shard_of(parameters_of(member.stack)[stacked])
                 assert is_expert_shard(shard)
                 readers[key] = _read_member(key, _shard_reader(shard.layer, step), param_dtype)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                # The members read the parameters that are stacked from theirs.
-                continue
             if is_expert_shard(shard):
                 readers[key] = _read_experts(key, _shard_reader(shard.layer, step), param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
@@ -203,7 +200,7 @@ def _read_member(key: str, read_shard: Callable[..., Any], dtype: torch.dtype | 
     def read(module: nn.Module) -> Any:
         member = member_of(module)
         assert member is not None
-        return read_shard(parameters_of(member.holder)[member.keys[key]], key, dtype, member.expert)
+        return read_shard(parameters_of(member.stack)[member.keys[key]], key, dtype, member.expert)
 
     return read
 

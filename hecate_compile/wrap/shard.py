@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hecate.private import mark_unbacked
+from hecate.private import accumulation_hooks, gradient_hooks, mark_unbacked, set_hooks_of_tensor, swap_tensors
 from hecate.runtime.comm.world import World
 
 _SHARD = "_hecate_shard"
@@ -73,11 +73,29 @@ def worlds_of_gradients() -> dict[int, World]:
     return {id(parameter.grad): shard.world for parameter, shard in shards_with_gradients()}
 
 
-def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
-    parameter = nn.Parameter(local, requires_grad=requires_grad)
+def note_shard(parameter: nn.Parameter, shard: Shard) -> None:
+    """Give a parameter the record of what it is a part of."""
     setattr(parameter, _SHARD, shard)
     _alive[parameter] = shard
+
+
+def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
+    parameter = nn.Parameter(local, requires_grad=requires_grad)
+    note_shard(parameter, shard)
     if shard.length_varies and shard.world.size > 1:
         # This size changes when experts move, so graphs must not know it.
         mark_unbacked(parameter, 0)
     return parameter
+
+
+def refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Give a parameter object other values, whose first dimension may have another length."""
+    fresh = values.requires_grad_(parameter.requires_grad)
+    hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
+    parameter.grad = None
+    # ``parameter.data = values`` would not do: a loss of the last step that is still alive keeps the parameter's
+    # gradient accumulator alive, which would go on expecting the old length. The swap leaves it with the old tensor.
+    swap_tensors(parameter, fresh)
+    # The handles by which users take them off stay good.
+    set_hooks_of_tensor(parameter, hooks, after)
+    parameter.grad = gradient

@@ -28,7 +28,7 @@ from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
 from hecate.wrap.shard import as_parameter, shard_of
-from hecate.wrap.stack_experts import save_by_old_names, stack_experts
+from hecate.wrap.stack_experts import split_stacks, stack_experts
 
 
 def shard_model(
@@ -61,7 +61,7 @@ def shard_model(
     if is_meta:
         warn_uninitialized(uninitialized, mesh.everyone)
     keep_state_dicts_full(model, sites, mesh.everyone)
-    save_by_old_names(found)
+    split_stacks(found)
     save_adapters_by_old_names(found)
     _copy_from_rank0(model, mesh.everyone)
     return layers
@@ -81,7 +81,7 @@ class DenseSharding:
     """Shards the parameters of one model that are not those of ``found``, one module at a time."""
 
     def __init__(self, found: Sequence[ExpertsModule], sites: ParameterSites, sync: GradientSync) -> None:
-        self._experts = {id(e.module): e.parameters for e in found}
+        self._experts = {id(e.store): e.parameters for e in found}
         self._sites, self._sync = sites, sync
 
     def keys(self, module: nn.Module) -> tuple[str, ...]:

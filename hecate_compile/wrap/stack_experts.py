@@ -1,32 +1,40 @@
 """Stack the parameters of experts that are modules of their own, in an ``nn.ModuleList`` or ``nn.ModuleDict``.
 
-The list gets a parameter ``[E, ...]`` for every ``[...]`` of its members, which from then on read their expert of it:
-``self.experts[e](rows)`` runs the same code on ``stacked[e]``. State dicts keep the old names.
+Graphs read a stack ``[E_r, ...]`` of every kind of parameter: ``self.experts[e](rows)`` runs the same code on
+``stacked[e]``. Users keep the parameters that they had, ``experts.3.w1.weight``: rows of the stack on the rank that
+owns the expert, and empty on the others. They are the truth, and :meth:`ExpertStack.tie` brings the stack after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hecate.private import children_of, parameters_of
-from hecate.wrap.carry_over import carry_over_stacked
-from hecate.wrap.find_experts import ExpertsModule
+from hecate.private import accumulation_hooks, children_of, gradient_hooks, parameters_of, set_hooks_of_tensor
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.history import doing
+from hecate.wrap.carry_over import call_hooks, carry_over_stacked
+from hecate.wrap.expert_shards import ExpertShard, MemberShard, is_expert_shard, is_member_shard
+from hecate.wrap.find_experts import STACK, ExpertsModule
+from hecate.wrap.shard import no_longer_the_shard, note_shard, refill, shard_of
 
 _MEMBER = "_hecate_member"
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """The place where the parameters of a module inside an expert are now."""
+    """The place from which a module inside an expert reads its parameters."""
 
-    holder: nn.Module  # the list
-    expert: int  # which of its members the module is in
-    keys: dict[str, str]  # the module's own key of each parameter, and that in the holder
+    stack: nn.Module
+    expert: int  # which of the list's members the module is in
+    keys: dict[str, str]  # the module's own key of each parameter, and that in the stack
 
 
 def member_of(module: nn.Module) -> Member | None:
@@ -35,78 +43,274 @@ def member_of(module: nn.Module) -> Member | None:
     return found
 
 
+def stack_of(experts: ExpertsModule) -> ExpertStack | None:
+    """Return the stack of experts in a list; None for experts that share parameters ``[E, ...]``."""
+    found: ExpertStack | None = experts.module.__dict__.get(STACK)
+    return found
+
+
 def stack_experts(found: Sequence[ExpertsModule]) -> None:
-    for experts in found:
-        if not experts.members:
-            continue
-        for name, key in experts.names.items():
-            parts = [member.get_parameter(name) for member in experts.members]
-            with torch.no_grad():
-                full = torch.stack([part.detach() for part in parts])
-            stacked = nn.Parameter(full, requires_grad=parts[0].requires_grad)
-            carry_over_stacked(parts, stacked)
-            parameters_of(experts.module)[key] = stacked
-            for index, member in enumerate(experts.members):
-                path, _, own = name.rpartition(".")
-                part = member.get_submodule(path)
-                parameters_of(part)[own] = None
-                record = part.__dict__.setdefault(_MEMBER, Member(experts.module, index, {}))
-                record.keys[own] = key
-        for index, member in enumerate(experts.members):
-            _refuse_freezing(experts, index, member)
-        _load_by_old_names(experts)
-
-
-def _refuse_freezing(experts: ExpertsModule, index: int, member: nn.Module) -> None:
-    """Make freezing and thawing of one expert raise: it has no parameters of its own any more to freeze."""
-
-    def requires_grad_(requires_grad: bool = True) -> nn.Module:
-        raise RuntimeError(
-            f"hecate: expert {index} of {experts.name} cannot be frozen or trained on its own: hecate.compile has "
-            f"made one parameter of all experts for each of {', '.join(experts.names)}. Call requires_grad_ on "
-            f"{experts.name}, or clear the gradients of some experts after the backward."
-        )
-
-    for part in member.modules():
-        if part.__dict__.get(_MEMBER) is not None or part is member:
-            part.__dict__["requires_grad_"] = requires_grad_
-
-
-def save_by_old_names(found: Sequence[ExpertsModule]) -> None:
-    """Show members' parameters one by one in state dicts. To be called after the hooks that make them whole."""
+    """Make a stack of whole parameters ``[E, ...]`` for every list; :func:`split_stacks` gives members their rows."""
     for experts in found:
         if experts.members:
-            _save_by_old_names(experts)
+            experts.module.__dict__[STACK] = ExpertStack(experts)
 
 
-def names_of_members(experts: ExpertsModule) -> dict[str, tuple[str, ...]]:
-    """Return, by the key of each stacked parameter, the names in the list of its parts, expert by expert."""
-    return {key: tuple(f"{label}.{name}" for label in _labels(experts)) for name, key in experts.names.items()}
+def split_stacks(found: Sequence[ExpertsModule]) -> None:
+    """Make parameters of experts in lists views of the stacks, which are shards by now."""
+    for experts in found:
+        stack = stack_of(experts)
+        if stack is not None:
+            stack.begin()
+            _keep_state_dicts_full(experts, stack)
 
 
-def _labels(experts: ExpertsModule) -> list[str]:
-    members = set(experts.members)
-    return [label for label, module in children_of(experts.module).items() if module in members]
+def tie_stacks(found: Sequence[ExpertsModule]) -> None:
+    """Bring every stack after the parameters of its members; see :meth:`ExpertStack.tie`."""
+    for experts in found:
+        stack = stack_of(experts)
+        if stack is not None:
+            stack.tie()
 
 
-def _save_by_old_names(experts: ExpertsModule) -> None:
-    names, labels = experts.names, _labels(experts)
+class ExpertStack(nn.Module):
+    """The parameters ``[E_r, ...]`` that graphs read for experts in a list; no child of the model.
 
-    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        whole = {name: state.pop(prefix + key, None) for name, key in names.items()}
-        for index, label in enumerate(labels):
-            for name, full in whole.items():
-                if full is not None:
-                    # Memory of its own: files of tensors want no views.
-                    state[f"{prefix}{label}.{name}"] = full[index].clone()
+    A gradient is dealt out to the members as soon as it is there, as views, and the stack keeps none.
+    """
 
-    experts.module.register_state_dict_post_hook(split)
+    def __init__(self, experts: ExpertsModule) -> None:
+        super().__init__()
+        self.name = experts.name
+        self.labels = [label for label, m in children_of(experts.module).items() if m in set(experts.members)]
+        # By key, expert by expert: the module that has the parameter, and its name there.
+        self.sites: dict[str, list[tuple[nn.Module, str]]] = {}
+        self.names = {key: name for name, key in experts.names.items()}
+        for name, key in experts.names.items():
+            path, _, own = name.rpartition(".")
+            self.sites[key] = [(member.get_submodule(path), own) for member in experts.members]
+            parts = self.members(key)
+            with torch.no_grad():
+                stacked = nn.Parameter(torch.stack([p.detach() for p in parts]), any(p.requires_grad for p in parts))
+            carry_over_stacked(parts, stacked)
+            parameters_of(self)[key] = stacked
+            for expert, (module, own) in enumerate(self.sites[key]):
+                # Its memory is free from now on.
+                parts[expert].data = parts[expert].new_empty(0)
+                module.__dict__.setdefault(_MEMBER, Member(self, expert, {})).keys[own] = key
+
+    def members(self, key: str) -> list[nn.Parameter]:
+        """Return the parameters of all experts that are stacked under ``key``, by expert."""
+        # Looked up anew: load_state_dict(assign=True) makes new parameters.
+        found = [parameters_of(module)[own] for module, own in self.sites[key]]
+        return [parameter for parameter in found if parameter is not None]
+
+    def begin(self) -> None:
+        """Make the members' parameters views of the stack, which was sharded."""
+        for key, stacked, shard in self._stacked():
+            for parameter, record in zip(self.members(key), self._records(key), strict=True):
+                note_shard(parameter, record)
+            self._view(key, stacked, shard)
+            _add_hooks(stacked, weakref.ref(self), key)
+
+    def tie(self) -> None:
+        """Bring the stack after its members, wherever these were moved, cast, assigned, frozen or thawed."""
+        for key, stacked, shard in self._stacked():
+            members = self.members(key)
+            trained = any(parameter.requires_grad for parameter in members)
+            if trained != stacked.requires_grad:
+                stacked.requires_grad_(trained)
+            if not _is_tied(stacked, members, shard):
+                for parameter, record in zip(members, self._records(key), strict=True):
+                    note_shard(parameter, record)
+                own = [members[expert].detach() for expert in shard.experts]
+                for part, expert in zip(own, shard.experts, strict=True):
+                    if part.shape != shard.full_shape[1:]:
+                        raise no_longer_the_shard(self._records(key)[expert].name)
+                like = members[0].detach()
+                fresh = torch.stack(own) if own else like.new_empty((0, *shard.full_shape[1:]))
+                refill(stacked, fresh, None)
+                self._view(key, stacked, shard)
+
+    def gradient(self, key: str) -> torch.Tensor | None:
+        """Return the gradients of this rank's experts as one ``[E_r, ...]``; None if none has any.
+
+        Those that were dealt out are its views.
+        """
+        stacked = parameters_of(self)[key]
+        shard = shard_of(stacked)
+        assert stacked is not None and is_expert_shard(shard)
+        members = self.members(key)
+        own = [members[expert] for expert in shard.experts]
+        if not any(parameter.grad is not None for parameter in own):
+            return None
+        dealt = _dealt(stacked, own)
+        if dealt is not None:
+            return dealt
+        whole = torch.zeros_like(stacked, requires_grad=False)
+        for row, parameter in enumerate(own):
+            if parameter.grad is not None:
+                whole[row] = parameter.grad
+        return whole
+
+    def deal(self, key: str, gradient: torch.Tensor, given: Sequence[bool] | None = None) -> None:
+        """Give experts their row of ``gradient``, ``[E_r, ...]``, and an empty one to those that other ranks own.
+
+        Without the empty ones, ranks would clip and unscale different sets. Given are those that train, or those that
+        ``given`` says.
+        """
+        shard = shard_of(parameters_of(self)[key])
+        assert is_expert_shard(shard)
+        rows = {expert: row for row, expert in enumerate(shard.experts)}
+        nothing = gradient.new_empty((0, *shard.full_shape[2:]))
+        for expert, parameter in enumerate(self.members(key)):
+            if parameter.requires_grad if given is None else given[expert]:
+                row = rows.get(expert)
+                parameter.grad = nothing if row is None else gradient[row]
+
+    def refilled(self, key: str, gradient: torch.Tensor | None, given: Sequence[bool] | None) -> None:
+        """Make the members' parameters views of a stack that has other rows now, with those of ``gradient``."""
+        stacked = parameters_of(self)[key]
+        shard = shard_of(stacked)
+        assert stacked is not None and is_expert_shard(shard)
+        for parameter in self.members(key):
+            parameter.grad = None
+        self._view(key, stacked, shard)
+        if gradient is not None:
+            self.deal(key, gradient, given)
+
+    def _stacked(self) -> Iterator[tuple[str, nn.Parameter, ExpertShard]]:
+        for key, stacked in parameters_of(self).items():
+            shard = shard_of(stacked)
+            assert stacked is not None and is_expert_shard(shard)
+            yield key, stacked, shard
+
+    def _records(self, key: str) -> list[MemberShard]:
+        stacked = parameters_of(self)[key]
+        shard = shard_of(stacked)
+        assert is_expert_shard(shard)
+        return [
+            MemberShard(
+                f"{self.name}.{label}.{self.names[key]}".lstrip("."), shard.layer, expert, shard.full_shape[1:]
+            )
+            for expert, label in enumerate(self.labels)
+        ]
+
+    def _view(self, key: str, stacked: nn.Parameter, shard: ExpertShard) -> None:
+        rows = {expert: row for row, expert in enumerate(shard.experts)}
+        # Detached, a view counts the stack's versions: autograd notices that a saved stack was written through it.
+        whole = stacked.detach()
+        for expert, parameter in enumerate(self.members(key)):
+            row, gradient = rows.get(expert), parameter.grad
+            values = stacked.new_empty((0, *shard.full_shape[2:])) if row is None else whole[row]
+            fits = gradient is not None and gradient.shape == values.shape and gradient.dtype == values.dtype
+            refill(parameter, values, gradient if fits else None)
 
 
-def _load_by_old_names(experts: ExpertsModule) -> None:
-    names, labels = experts.names, _labels(experts)
+def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str) -> None:
+    """Deal out the gradients of ``stacked``, and call the hooks that users put on the members."""
 
-    def stack(
+    def before(gradient: torch.Tensor) -> torch.Tensor:
+        here, shard = stack(), shard_of(stacked)
+        assert here is not None and is_expert_shard(shard)
+        members = here.members(key)
+        # What the members have is added to, in place where they have views of one tensor.
+        stacked.grad = here.gradient(key)
+        own = [(row, members[expert]) for row, expert in enumerate(shard.experts)]
+        changed = [(row, p) for row, p in own if (gradient_hooks(p) if p.requires_grad else p.grad is not None)]
+        if changed:
+            gradient = gradient.clone()
+        for row, parameter in changed:
+            # A frozen expert keeps the gradient that it has.
+            hooks = gradient_hooks(parameter) if parameter.requires_grad else None
+            gradient[row] = call_hooks(hooks, gradient[row]) if hooks else 0
+        return gradient
+
+    def after(_: torch.Tensor) -> None:
+        here, shard, gradient = stack(), shard_of(stacked), stacked.grad
+        assert here is not None and is_expert_shard(shard) and gradient is not None
+        stacked.grad = None
+        here.deal(key, gradient)
+        members = here.members(key)
+        for parameter in (members[expert] for expert in shard.experts):
+            for hook in list((accumulation_hooks(parameter) or {}).values()) if parameter.requires_grad else ():
+                hook(parameter)
+
+    # As torch's own methods do, which refuse frozen parameters.
+    carried, accumulated = OrderedDict[int, Any](gradient_hooks(stacked) or {}), OrderedDict[int, Any]()
+    carried[RemovableHandle(carried).id] = before
+    accumulated[RemovableHandle(accumulated).id] = after
+    set_hooks_of_tensor(stacked, carried, accumulated)
+
+
+def _is_tied(stacked: nn.Parameter, members: Sequence[nn.Parameter], shard: ExpertShard) -> bool:
+    rows = {expert: row for row, expert in enumerate(shard.experts)}
+    start, shape = stacked.data_ptr(), shard.full_shape[1:]
+    step = shape.numel() * stacked.element_size()
+    for expert, parameter in enumerate(members):
+        row = rows.get(expert)
+        if parameter.dtype != stacked.dtype or not is_member_shard(shard_of(parameter)):
+            return False
+        if row is None:
+            if parameter.numel():
+                return False
+        elif parameter.data_ptr() != start + row * step or parameter.shape != shape:
+            return False
+    return True
+
+
+def _dealt(stacked: nn.Parameter, own: Sequence[nn.Parameter]) -> torch.Tensor | None:
+    """Return the tensor whose rows are the gradients of ``own``, but for frozen ones; None if there is none."""
+    there = [(row, p.grad) for row, p in enumerate(own) if p.grad is not None]
+    first, one = there[0]
+    if any(p.grad is None and p.requires_grad for p in own) or one.dtype != stacked.dtype:
+        return None
+    step, memory = stacked.stride(0), one.untyped_storage()
+    start = one.storage_offset() - first * step
+    if start < 0 or (start + len(own) * step) * one.element_size() > memory.nbytes():
+        return None
+    for row, gradient in there:
+        if (
+            gradient.untyped_storage().data_ptr() != memory.data_ptr()
+            or gradient.storage_offset() != start + row * step
+        ):
+            return None
+        if gradient.stride() != stacked.stride()[1:]:
+            return None
+    return one.as_strided(stacked.shape, stacked.stride(), start)
+
+
+def _keep_state_dicts_full(experts: ExpertsModule, stack: ExpertStack) -> None:
+    """Make state dicts of the list, and of modules in it, show and take whole parameters."""
+    showing = False
+
+    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal showing
+        showing = True
+
+    def gather_all(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        nonlocal showing
+        showing = False
+        stack.tie()
+        for key, stacked, shard in stack._stacked():
+            name = stack.names[key]
+            if shard.world.group is None or f"{prefix}{stack.labels[0]}.{name}" not in state:
+                continue
+            with doing("state_dict"):
+                full = collectives.gather_shards(stacked.detach(), shard.layer.owners, shard.world)
+            for expert, label in enumerate(stack.labels):
+                # Memory of its own: files of tensors want no views.
+                state[f"{prefix}{label}.{name}"] = full[expert].clone()
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        # All experts are gathered together, unless the state dict is that of a module in the list.
+        for name, parameter in parameters_of(module).items():
+            record = shard_of(parameter)
+            if not showing and parameter is not None and is_member_shard(record) and record.world.group is not None:
+                with doing("state_dict"):
+                    state[prefix + name] = record.gather(parameter.detach())
+
+    def slice(
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
@@ -116,18 +320,22 @@ def _load_by_old_names(experts: ExpertsModule) -> None:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        for name, key in names.items():
-            old = [f"{prefix}{label}.{name}" for label in labels]
-            absent = [one for one in old if one not in state]
-            there = [state.pop(one) for one in old if one in state]
-            shapes = sorted({tuple(part.shape) for part in there})
-            missing.extend(absent)
-            if absent and there:
-                # An error even where missing keys are allowed: one expert alone has no parameter to be loaded into.
-                errors.append(f"{absent[0]} is not in the checkpoint, which has others. All are loaded, or none.")
-            elif len(shapes) > 1:
-                errors.append(f"{old[0]} and its kin have different shapes {shapes}.")
-            elif there:
-                state[prefix + key] = torch.stack(there)
+        for name, parameter in parameters_of(module).items():
+            record, full = shard_of(parameter), state.get(prefix + name)
+            if full is None or not is_member_shard(record):
+                continue
+            if full.shape != record.full_shape:
+                errors.append(
+                    f"{prefix + name}: the checkpoint has {list(full.shape)}, the model {list(record.full_shape)}."
+                )
+                del state[prefix + name]
+                continue
+            # A parameter, which may be put in the place of the old one.
+            state[prefix + name] = own = nn.Parameter(record.slice(full.detach()), requires_grad=False)
+            note_shard(own, record)
 
-    experts.module.register_load_state_dict_pre_hook(stack)
+    experts.module.register_state_dict_pre_hook(begin)
+    experts.module.register_state_dict_post_hook(gather_all)
+    for module in dict.fromkeys(module for sites in stack.sites.values() for module, _ in sites):
+        module.register_state_dict_post_hook(gather)
+        module.register_load_state_dict_pre_hook(slice)

@@ -20,6 +20,7 @@ from hecate.private import parameters_of
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.data_names import DataNames, holds
 from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.find_experts import STACK
 from hecate.wrap.graph_breaks import Place, innermost, places_in, python_around, shown, user_frames
 from hecate.wrap.shard import shard_of
 
@@ -124,7 +125,8 @@ def _contains(module: nn.Module | None, layer: Layer) -> bool:
 
 
 def _has(module: nn.Module, layer: Layer) -> bool:
-    shards = map(shard_of, parameters_of(module).values())
+    stack = module.__dict__.get(STACK, module)
+    shards = map(shard_of, parameters_of(stack).values())
     return any(is_expert_shard(shard) and shard.layer is layer for shard in shards)
 
 

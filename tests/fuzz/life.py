@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hecate
-from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.shard import shard_of
 from tests.fuzz.draw import Case, Drawn, build_model, draw_model
 from tests.fuzz.run import TOLERANCE, Loop, prepare_reference
@@ -172,12 +171,10 @@ class Life(Loop):
         """Begin with another optimizer, perhaps with groups that only matrices decay in."""
         self.averages = False
         kind, options = OPTIMIZERS[name]
-        stacked = any(is_expert_shard(s := shard_of(p)) and s.stacked for p in self.model.parameters())
         self.optimizers = []
         for model in self.both:
             parameters: Any = model.parameters()
-            # Experts that were modules have one dimension more as one parameter, and are told so.
-            if self.life.groups and not stacked:
+            if self.life.groups:
                 everything = [*model.parameters()]
                 parameters = [
                     {"params": [p for p in everything if p.ndim >= 2], "weight_decay": 0.1},
@@ -214,7 +211,7 @@ class Life(Loop):
             [
                 name
                 for name, module in self.reference.named_modules()
-                if name and any(True for _ in module.parameters()) and "experts." not in name
+                if name and any(True for _ in module.parameters())
             ]
         )
         for model in self.both:

@@ -28,7 +28,7 @@ from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.ops.dense import DenseShard
-from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.expert_shards import is_expert_shard, is_member_shard
 from hecate.wrap.shard import shard_of
 
 _INDEX = "model.safetensors.index.json"
@@ -196,27 +196,22 @@ def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, draft: P
 def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
     """Return the whole tensor on rank 0, on the CPU; None elsewhere. A collective."""
     here, shard = tensor.here.detach(), shard_of(tensor.here)
-    if tensor.expert is not None:
-        row = tensor.row
-        here = here[:0] if row is None else here[row : row + 1]
     if shard is None or shard.world.group is None:
-        return (here if tensor.expert is None else here[0]).cpu() if first else None
+        return here.cpu() if first else None
     world = shard.world
     if isinstance(shard, DenseShard):
         counts = shard.counts
         here = here[: counts[world.rank]]
+    elif is_member_shard(shard):
+        owner = shard.layer.owners.ranks[shard.expert]
+        counts = [len(tensor.like) if rank == owner else 0 for rank in range(world.size)]
     else:
         assert is_expert_shard(shard)
-        owners = shard.layer.owners
-        counts = owners.counts
-        if tensor.expert is not None:
-            counts = [int(owners.ranks[tensor.expert] == rank) for rank in range(world.size)]
+        counts = shard.layer.owners.counts
     send = [here.shape[0]] + [0] * (world.size - 1)
     joined = collectives.all_to_all(here, send, counts if world.rank == 0 else [0] * world.size, world)
     if world.rank != 0:
         return None
-    if tensor.expert is not None:
-        return joined[0].cpu()
     if is_expert_shard(shard) and not shard.layer.owners.in_order:
         ordered = torch.empty_like(joined)
         ordered[torch.from_numpy(shard.layer.owners.by_rank).to(joined.device)] = joined

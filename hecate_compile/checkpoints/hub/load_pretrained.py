@@ -21,7 +21,7 @@ from hecate.checkpoints.hub.read_plan import Group, ReadPlan, SafeFiles
 from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import set_weight_conversions
 from hecate.runtime.ops.dense import DenseShard
-from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.expert_shards import is_expert_shard, is_member_shard
 from hecate.wrap.shard import shard_of
 
 
@@ -130,19 +130,15 @@ def _convert_own_experts(group: Group, experts: dict[int, list[str]], view: Plai
 
 def _copy_part(whole: torch.Tensor, tensor: PlainTensor) -> None:
     here, shard = tensor.here.detach(), shard_of(tensor.here)
-    if tensor.expert is not None:
-        if tensor.row is not None:
-            here[tensor.row].copy_(whole)
-    else:
-        here.copy_(whole if shard is None else shard.slice(whole))
+    here.copy_(whole if shard is None else shard.slice(whole))
 
 
 def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
     """Read this rank's part of a tensor that is the same in the files and in the model."""
     here, shard = tensor.here.detach(), shard_of(tensor.here)
-    if tensor.expert is not None or shard is None:
-        if tensor.expert is None or tensor.row is not None:
-            _copy_part(files.read(name), tensor)
+    if shard is None or is_member_shard(shard):
+        if shard is None or shard.owned:
+            here.copy_(files.read(name))
     elif isinstance(shard, DenseShard):
         rank, counts = shard.world.rank, shard.counts
         start = sum(counts[:rank])

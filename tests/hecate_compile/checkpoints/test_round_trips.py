@@ -23,7 +23,7 @@ from hecate.runtime.comm.world import World
 from hecate.runtime.ops.dense import add_dense_shard
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.placement.owners import Owners
-from hecate.wrap.expert_shards import ExpertShard
+from hecate.wrap.expert_shards import ExpertShard, MemberShard
 from hecate.wrap.shard import as_parameter
 from tests.support.extent import ALL
 from tests.support.layers import add_layer
@@ -57,25 +57,24 @@ def _as_rank(
     """The state dict of one rank, and what must live as long as it."""
     world = World(rank=rank, size=owners.world_size, group=None, device=torch.device("cpu"))
     layer = add_layer(name="experts", owners=owners, world=world)
-    members = tuple(name for name in full if name.startswith("list."))
-    stacked = torch.stack([full[name] for name in members])
+    members = [name for name in full if name.startswith("list.")]
     dense = add_dense_shard("rows", full["rows"].shape, GradientSync(world, dtype=None, in_graph=True))
-    shards: list[tuple[Any, torch.Tensor, tuple[str, ...]]] = [
-        (ExpertShard("experts.up", layer, full["experts.up"].shape), full["experts.up"], ()),
-        (ExpertShard("experts.bias", layer, full["experts.bias"].shape), full["experts.bias"], ()),
-        (ExpertShard("list.stacked", layer, stacked.shape), stacked, members),
-        (dense, full["rows"], ()),
+    shards: list[Any] = [
+        ExpertShard("experts.up", layer, full["experts.up"].shape),
+        ExpertShard("experts.bias", layer, full["experts.bias"].shape),
+        *(MemberShard(name, layer, expert, full[name].shape) for expert, name in enumerate(members)),
+        dense,
     ]
     state, alive = {}, [layer, dense]
-    for shard, whole, names in shards:
-        part = shard.slice(whole)
+    for shard in shards:
+        part = shard.slice(full[shard.name])
         if empty:
             part = torch.zeros_like(part)
         parameter = as_parameter(part, shard, requires_grad=False)
         alive.append(parameter)
-        state.update(Site(shard.name, parameter, names).split(parameter))
+        state[shard.name] = Site(shard.name, parameter).split(parameter)
     norm = nn.Parameter(torch.zeros_like(full["norm"]) if empty else full["norm"].clone(), requires_grad=False)
-    state.update(Site("norm", norm).split(norm))
+    state["norm"] = Site("norm", norm).split(norm)
     return state, alive
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,7 +18,7 @@ from hecate.wrap.shard import shard_of
 from tests.hecate_compile.wrap.test_stack_experts import Expert, ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, PlainMoE, batch
-from tests.support.parity import error_of, run_step, state_error, step_both
+from tests.support.parity import error_of, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
 _EAGER = hecate.Config(backend="aot_eager")
@@ -143,15 +141,6 @@ def train() -> dict[str, Any]:
     return found
 
 
-def told_by(optimizer: torch.optim.Optimizer, word: str) -> str:
-    """Warnings with this word in two steps."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        optimizer.step()
-        optimizer.step()
-    return " ".join(str(one.message) for one in said if word in str(one.message))
-
-
 def refused() -> dict[str, str]:
     """Messages and warnings on one rank, of what needs two."""
     found = {}
@@ -167,26 +156,6 @@ def refused() -> dict[str, str]:
     if torch.distributed.get_rank() == 0:
         model.blocks[0].experts[1].w1.weight.register_hook(torch.abs)
     found["one rank"] = message_of(lambda: hecate.compile(model, _EAGER))
-    model = small(ListMoE)
-    hecate.compile(model, _EAGER)
-    run_step(model, batch(0))
-    named = list(model.parameters())
-
-    def groups_by(decays: Callable[[str, nn.Parameter], bool]) -> list[Any]:
-        return [
-            {"params": [p for n, p in model.named_parameters() if decays(n, p) is yes], "weight_decay": 0.5 * yes}
-            for yes in (True, False)
-        ]
-
-    by_dimension = groups_by(lambda name, p: p.dim() >= 2)
-    by_name = groups_by(lambda name, p: "bias" not in name and p.dim() > 1)
-    for name, groups in (("dimension", by_dimension), ("name", by_name), ("all", named)):
-        found[name] = told_by(torch.optim.AdamW(groups, lr=0.0, weight_decay=0.1), "decays")
-    experts = model.blocks[0].experts
-    by_expert = [{"params": list(expert.parameters()), "lr": 0.1} for expert in experts]
-    rest = {"params": [p for n, p in model.named_parameters() if "experts" not in n]}
-    for name, groups in (("by expert", [rest, *by_expert]), ("an empty group", [{"params": named}, {"params": []}])):
-        found[name] = told_by(torch.optim.SGD(groups, lr=0.0), "no parameters")
     return found
 
 
@@ -225,39 +194,8 @@ def test_what_is_refused_on_all_ranks(case: str) -> None:
         assert all(words in rank[case] for words in TOLD[case]), rank[case]
 
 
-@pytest.mark.distributed
-def test_groups_that_mean_something_else_for_stacked_experts_are_named() -> None:
-    first, other = told()
-    assert "AdamW decays blocks.0.experts.w2_bias, and not all" in first["dimension"]
-    assert first["dimension"].count("decays") == 1
-    assert first["name"] == first["all"] == other["dimension"] == ""
-    assert "group 1 of SGD has no parameters, and blocks.0.experts." in first["by expert"]
-    assert first["an empty group"] == other["by expert"] == ""
-
-
 def refusal(model: nn.Module) -> str:
     return message_of(lambda: hecate.compile(model, _EAGER))
-
-
-def test_lists_of_frozen_and_trained_experts_are_refused() -> None:
-    for frozen in ([0], [2, 3], [0, 1, 2]):
-        model = small(ListMoE)
-        for number in frozen:
-            model.blocks[0].experts[number].requires_grad_(False)
-        message = refusal(model)
-        assert f"blocks.0.experts.{frozen[0]}.w1.weight" in message and "Freeze all of them or none" in message
-    model = small(ListMoE)
-    for expert in model.blocks[0].experts:
-        expert.w2.bias.requires_grad_(False)
-    assert refusal(model) == "no error"
-    assert not dict(model.named_parameters())["blocks.0.experts.w2_bias"].requires_grad
-    message = message_of(lambda: model.blocks[0].experts[1].requires_grad_(False))
-    assert "expert 1 of blocks.0.experts cannot be frozen" in message
-    message = message_of(lambda: model.blocks[0].experts[1].w1.requires_grad_(False))
-    assert "expert 1 of blocks.0.experts cannot be frozen" in message
-    model.requires_grad_(False)
-    assert not any(p.requires_grad for p in model.parameters())
-    assert "vectors of listed experts" in str(hecate.explain(model)) and "w2_bias" in str(hecate.explain(model))
 
 
 def test_what_is_bound_to_the_whole_parameter_is_refused() -> None:
@@ -267,10 +205,6 @@ def test_what_is_bound_to_the_whole_parameter_is_refused() -> None:
     model = small()
     model.blocks[0].w_in.mask = torch.ones_like(model.blocks[0].w_in)
     assert "blocks.0.w_in has the attribute 'mask'" in refusal(model)
-    model = small(ListMoE)
-    for number, expert in enumerate(model.blocks[0].experts):
-        expert.w1.weight.lr_scale = number // 2
-    assert "blocks.0.experts.0.w1.weight and blocks.0.experts.2.w1.weight differ in their attribute" in refusal(model)
 
 
 def test_pruned_experts_and_a_loop_in_one_process() -> None:

@@ -116,7 +116,7 @@ def train() -> dict[str, Any]:
             "key": key,
             "rewritten": {r.name: r.rewritten for r in hecate.explain(model).graphs[0].passes},
             "skipped": [skip.reason for skip in hecate.explain(model).skipped],
-            "rows": list(next(p for n, p in model.named_parameters() if n.endswith("w1_weight")).shape[1:]),
+            "own": [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()],
         }
     return found
 
@@ -134,11 +134,9 @@ def test_it_trains_as_one_process_and_state_dicts_keep_the_old_names(kind: str) 
         assert result["rewritten"]["group_expert_loops"] == result["rewritten"]["exchange_rows"] == 2
         # Four steps of momentum: wrong gradients would show in the weights.
         assert result["worst"] < 1e-5 and result["weights"] < 1e-5
-        assert result["rows"] == [16, 16]
-
-        assert result["names"] and result["loaded"]
+        assert result["own"] and result["names"] and result["loaded"]
         assert "Missing key" in result["missing"] and result["key"] in result["missing"]
-        assert f"{result['key']} is not in the checkpoint, which has others" in result["part"]
+        assert result["part"] == "no error"
 
 
 def test_one_process() -> None:
