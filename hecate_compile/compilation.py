@@ -53,6 +53,7 @@ from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import choose_carrier, shard_model
+from hecate.wrap.text_model import find_text_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,6 +103,7 @@ class _Found:
     passed_over: list[PassedOver]
     attention: AttentionConfig
     loops: ChangedLoops
+    text_model: nn.Module | None  # traced alone, if it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +134,12 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         key_heads=found.attention.key_heads,
         sparse_layers=found.attention.count_sparse(found.config.attention),
         source_diff=found.loops.diff,
+        # Of a text model ranks compare what they meet in: images are in its graphs, and text is another one.
+        compares_all=found.text_model is None,
     )
     # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
-    traces = Traces(model, backend, changes, fullgraph=found.config.attention is not None)
+    whole = found.config.attention is not None
+    traces = Traces(model, backend, changes, fullgraph=whole, text_model=found.text_model)
     owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.mesh)
     forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
     set_compiled_call(model, forward)
@@ -184,6 +189,8 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
     loops = ChangedLoops()
     if make_loops_traceable.__name__ not in config.disable_passes:
         loops = make_loops_traceable(model, experts, ranks=ranks.group.size)
+    # Rows that are sharded are gathered by all ranks together, towers' too, and sparse attention wants one graph.
+    alone = bool(experts) and not shard_dense and config.attention is None
     return _Found(
         config=config,
         mesh=ranks,
@@ -191,6 +198,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         passed_over=passed_over,
         attention=attention,
         loops=loops,
+        text_model=find_text_model(model, experts) if alone else None,
     )
 
 
@@ -203,7 +211,13 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
     placer = Placer(config.make_policy(), topology, group, step)
     precision, param_dtype = config.mixed_precision, _param_dtype(config)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
-    sync = GradientSync(everyone, dtype=reduce_dtype, in_graph=config.policy != "replicate", topology=topology)
+    sync = GradientSync(
+        everyone,
+        dtype=reduce_dtype,
+        in_graph=config.policy != "replicate",
+        in_python=found.text_model is not None,
+        topology=topology,
+    )
     shard_dense = config.dense == "shard" and group.size > 1
     layers = shard_model(model, experts, found.mesh, placer, sync, carrier, shard_dense=shard_dense)
     replicated = install_reads(model, sync, step, param_dtype)

@@ -8,32 +8,44 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import value_of
 from hecate.passes.fx import BODY_OF, arg, bodies_of, calls, operands
 from hecate.private import OpOverload, OpOverloadPacket, dynamo_source
-from hecate.runtime.ops.gradients import replicate, replicate_bucket
+from hecate.runtime.ops.gradients import REPLICATED, replicate, replicate_bucket
 
 
-def fingerprint(gm: GraphModule) -> list[str]:
+def fingerprint(gm: GraphModule, *, everything: bool = True) -> list[str]:
     """Return operators in order, parameter names, shapes and dtypes, and the widths of the rows in collectives.
 
+    Without ``everything`` these are only operators in which ranks meet, and what is computed with other ranks' rows.
     Lines leave out what may rightly differ between ranks: how many tokens a rank has, how long its sequences are, how
     many experts it owns, and what torch computes and asserts of sizes where it has seen several.
     """
-    lines = (_describe(node) for body in bodies_of(gm) for node in body.graph.nodes)
+    nodes = [node for body in bodies_of(gm) for node in body.graph.nodes if everything or _is_met_in(node)]
+    lines = map(_describe, nodes)
     return [line for line in lines if line]
 
 
 def communicates(gm: GraphModule, *, training: bool) -> bool:
     """Tell whether ranks meet in a graph, or in its backward; any other graph may differ between ranks."""
     return any(
-        (training and calls(node, replicate, replicate_bucket))
-        or (str(node.target).startswith("hecate.") and not str(node.target).startswith("hecate.s2_"))
+        (training and calls(node, replicate, replicate_bucket)) or _is_hecates(node)
         for body in bodies_of(gm)
         for node in body.graph.nodes
     )
 
 
+def _is_met_in(node: Node) -> bool:
+    return BODY_OF in node.meta or calls(node, replicate, replicate_bucket) or _is_hecates(node)
+
+
+def _is_hecates(node: Node) -> bool:
+    return str(node.target).startswith("hecate.") and not str(node.target).startswith("hecate.s2_")
+
+
 def _describe(node: Node) -> str:
     if node.op == "placeholder":
         return _placeholder(node)
+    if calls(node, replicate, replicate_bucket):
+        numbers = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+        return f"average the gradients of {[REPLICATED[number].name for number in numbers]}"
     operator = isinstance(node.target, (OpOverload, OpOverloadPacket))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     target = str(node.target) if operator else name

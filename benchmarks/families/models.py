@@ -222,7 +222,7 @@ def _wrapper_config(family: Family) -> Any:
     for key, value in dict(vision_start_token_id=2, projector_hidden_size=48, out_hidden_size=64).items():
         if _has(base, key):
             chosen[key] = value
-    return made(**chosen)
+    return made(**(chosen | family.options))
 
 
 def _has(config: Any, key: str) -> bool:

@@ -222,13 +222,13 @@ TEXT: dict[str, Family] = {
 }
 
 
-def _wrapper(prefix: str, text: str, model: str = "ForConditionalGeneration", config: str = "Config") -> Family:
-    return Family(config=prefix + config, model=prefix + model, text=text)
+def _wrapper(prefix: str, text: str, **options: Any) -> Family:
+    return Family(config=f"{prefix}Config", model=f"{prefix}ForConditionalGeneration", text=text, options=options)
 
 
 # Not Llama4ForConditionalGeneration, whose own forward raises in transformers 5.24.
 WRAPPERS: dict[str, Family] = {
-    "aria": _wrapper("Aria", "aria_text"),
+    "aria": _wrapper("Aria", "aria_text", projector_patch_to_query_dict={1: 2}),
     "ernie4_5_vl_moe": _wrapper("Ernie4_5_VLMoe", "ernie4_5_vl_moe_text"),
     "gemma4": _wrapper("Gemma4", "gemma4_text"),
     "glm4v_moe": _wrapper("Glm4vMoe", "glm4v_moe_text"),
@@ -236,9 +236,7 @@ WRAPPERS: dict[str, Family] = {
     "inkling2_loop": _wrapper("Inkling2Loop", "inkling2_loop_text"),
     "inkling2": _wrapper("Inkling2", "inkling2_text"),
     "qwen3_5_moe_vl": _wrapper("Qwen3_5Moe", "qwen3_5_moe"),
-    "qwen3_omni_moe_thinker": _wrapper(
-        "Qwen3OmniMoeThinker", "qwen3_omni_moe_text", model="ForConditionalGeneration"
-    ),
+    "qwen3_omni_moe_thinker": _wrapper("Qwen3OmniMoeThinker", "qwen3_omni_moe_text"),
     "qwen3_vl_moe": _wrapper("Qwen3VLMoe", "qwen3_vl_moe_text"),
     "qwen4_exp": _wrapper("Qwen4Exp", "qwen4_exp_text"),
     "step3p7": _wrapper("Step3p7", "step3p7_text"),

@@ -73,6 +73,7 @@ class Backend:
         key_heads: heads of keys in the model's config, if it has any.
         sparse_layers: how many layers must become sparse; None for as many as in the first graph.
         source_diff: how the model's code was changed, as the lines of a diff; dumped with the graphs.
+        compares_all: ranks compare all of a graph, not only what they meet in.
         compared: how many graphs all ranks have compared so far, so this is the same on all.
     """
 
@@ -85,6 +86,7 @@ class Backend:
     key_heads: int | None = None
     sparse_layers: int | None = None
     source_diff: Sequence[str] = ()
+    compares_all: bool = True
     graphs: list[GraphRecord] = field(default_factory=list)
     compared: int = 0
     _warned: set[str] = field(default_factory=set)
@@ -187,7 +189,7 @@ class Backend:
         if comparing:
             self.compared += 1
             agree(
-                fingerprint(gm),
+                fingerprint(gm, everything=self.compares_all),
                 f"graph {number}",
                 "Every rank must run the same model code: look for branches on the rank or on local data, "
                 "and for inputs that only some ranks are given, such as images: give all ranks the same ones, masked "

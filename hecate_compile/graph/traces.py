@@ -26,6 +26,7 @@ from hecate.private import (
     convert_frame,
     dynamo_config,
     optimize,
+    set_compiled_call,
 )
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree, meet
@@ -59,14 +60,24 @@ class Traces:
     """Calls a model through torch.compile, and has it traced anew where Dynamo would not notice that it must be.
 
     ``refused`` is why torch wanted one more graph than there may be, or None; such code then runs as plain Python.
+    With a ``text_model`` that alone is traced, and what is around it runs as Python.
     """
 
     # The number of counts that torch adds up.
     _made = 0
 
-    def __init__(self, model: nn.Module, backend: Backend, changes: Changes, *, fullgraph: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        changes: Changes,
+        *,
+        fullgraph: bool,
+        text_model: nn.Module | None = None,
+    ) -> None:
         # Weak: the model holds this.
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
+        self._text_model = weakref.ref(text_model) if text_model is not None else None
         self._communicates = backend.communicates and backend.world.group is not None
         self._changes, self._parts = changes, dict[nn.Module, Traces]()
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
@@ -78,7 +89,10 @@ class Traces:
     def of(self, part: nn.Module) -> Traces:
         """Return those of a module inside the model, for who calls it instead of the model."""
         if part not in self._parts:
-            self._parts[part] = Traces(part, self._backend, self._changes, fullgraph=self._fullgraph)
+            inside = self._text_model() if self._text_model is not None else None
+            text_model = inside if inside is not part and inside in {*part.modules()} else None
+            options: Any = dict(fullgraph=self._fullgraph, text_model=text_model)
+            self._parts[part] = Traces(part, self._backend, self._changes, **options)
         return self._parts[part]
 
     def before_forward(self) -> None:
@@ -173,10 +187,29 @@ class Traces:
         dynamo: Any = optimize(backend=entry, nopython=self._fullgraph, **own)
         if not self._fullgraph:
             dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model)
-        trace = _Trace(dynamo(call_with_hooks(model)))
+        text_model = self._text_model() if self._text_model is not None else None
+        if text_model is None:
+            trace = _Trace(dynamo(call_with_hooks(model)))
+        else:
+            trace = _Trace(_calling(model, text_model, dynamo(call_with_hooks(text_model))))
         # Dynamo would keep its graphs for as long as there is the model's class.
         weakref.finalize(trace, _forget, entry).atexit = False
         return trace
+
+
+def _calling(model: nn.Module, text_model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls the model as Python, and in it ``compiled`` for its text model."""
+    plain = call_with_hooks(model)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        set_compiled_call(text_model, compiled)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            # Between forwards nothing compiled may run.
+            set_compiled_call(text_model, None)
+
+    return call
 
 
 def _alive(hooks: Hooks) -> bool:

@@ -8,7 +8,7 @@ whenever it is not certain that the graph's own gradient arrived alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ class _Edges:
 class _Sent:
     """The gradients that compiled backwards have sent to parameters, by address and version."""
 
-    def __init__(self, watched: dict[int, _Watched]) -> None:
-        self._watched = watched
+    def __init__(self, watched: dict[int, _Watched], ran: Callable[[], None]) -> None:
+        self._watched, self._ran = watched, ran
         self._of: dict[int, list[tuple[int, int]]] = {}
         # By the class of the autograd node: every compiled graph has a class of its own.
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
@@ -90,6 +90,7 @@ class _Sent:
         return _Edges(tuple(watched), tuple(others))
 
     def _note(self, edges: _Edges, sent: tuple[Tensor | None, ...]) -> None:
+        self._ran()
         for index, record in edges.watched:
             grad = sent[index]
             if grad is not None:
@@ -110,6 +111,7 @@ class OutsideGradients:
     =========  ========================================  ===================================================
 
     Ranks meet at the end of a backward from the first on in which some rank was unsure; so they must be unsure alike.
+    Where Python around the graphs uses parameters they meet in each, and what one rank alone has used is zero on others.
     """
 
     def __init__(self, sync: GradientSync) -> None:
@@ -122,9 +124,9 @@ class OutsideGradients:
         # Versions of the parameters when their gradient was first left local.
         self._versions: dict[int, int] = {}
         self._own_hooks: set[int] = set()
-        self._sent = _Sent(self._watched)
+        self._sent = _Sent(self._watched, self._ran)
         # A comparison is due at the end of this backward; one was due before, so that all of them compare.
-        self._queued = self._outside = False
+        self._queued, self._outside = False, sync.in_python
         self._warned = False
 
     @property
@@ -201,7 +203,16 @@ class OutsideGradients:
         self._local.pop(record.id, None)
         if not certain:
             self._unsure[record.id] = watched
-        if not self._queued and (not certain or self._outside or self._local):
+        if not certain or self._outside or self._local:
+            self._queue()
+
+    def _ran(self) -> None:
+        """Come to the meeting also from a backward that gives no gradient to parameters that are watched."""
+        if self._sync.in_python and self._sync.enabled:
+            self._queue()
+
+    def _queue(self) -> None:
+        if not self._queued:
             self._queued = True
             when_backward_ends(self._average_due)
 
@@ -211,7 +222,7 @@ class OutsideGradients:
         self._local, self._unsure, self._queued = {}, {}, False
         if not due and not self._outside:
             return
-        if not self._sync.in_graph:
+        if self._sync.in_python or not self._sync.in_graph:
             self._average(self._used_anywhere(due))
             return
         self._outside = True

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hecate.private import parameters_of, skip_code
+from hecate.private import in_backward, parameters_of, skip_code
 from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
@@ -101,7 +101,8 @@ def install_replicated_reads(
                 new.append(record)
             if records.get(key) is not record:
                 records[key] = record
-                readers[key] = _read_dense(key, record.id if sync.in_graph else None, step, param_dtype)
+                number = record.id if sync.in_graph else None
+                readers[key] = _read_dense(key, number, step, param_dtype, averages_in_python=not sync.in_python)
         if readers:
             _swap_class(module, readers)
     return tuple(new)
@@ -205,18 +206,21 @@ def _read_member(key: str, read_shard: Callable[..., Any], dtype: torch.dtype | 
     return read
 
 
-def _read_dense(key: str, id: int | None, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_dense(
+    key: str, id: int | None, step: CurrentStep, dtype: torch.dtype | None, *, averages_in_python: bool
+) -> Callable[[nn.Module], Any]:
     """Return the reader of a whole parameter; ``id`` is its record's if the gradient is averaged in the graph."""
 
     def read(module: nn.Module) -> Any:
         parameter: Any = parameters_of(module)[key]
         if parameter is None:
             return None
-        if torch.compiler.is_compiling() or step.running:
-            if parameter.requires_grad and id is not None:
-                parameter = replicate(parameter, id)
-            if dtype is not None and parameter.is_floating_point():
-                parameter = parameter.to(dtype)
+        traced = torch.compiler.is_compiling()
+        if parameter.requires_grad and id is not None and (traced or (averages_in_python and step.running)):
+            parameter = replicate(parameter, id)
+        # A layer in Python that is computed again in the backward must read what it has read in the forward.
+        if dtype is not None and parameter.is_floating_point() and (traced or step.running or in_backward()):
+            parameter = parameter.to(dtype)
         return parameter
 
     return read

@@ -39,6 +39,7 @@ class GradientSync:
     owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
     hooked: bool = False  # users' hooks are given gradients on some rank, so what is owed is averaged beside them
     in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
+    in_python: bool = False  # Python around the graphs uses some, and not the same on every rank
     topology: Topology | None = None  # which ranks share a node; None for all
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
