@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -44,8 +46,9 @@ def _describe(node: Node) -> str:
     if node.op == "placeholder":
         return _placeholder(node)
     if calls(node, replicate, replicate_bucket):
-        numbers = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-        return f"average the gradients of {[REPLICATED[number].name for number in numbers]}"
+        numbers: Any = arg(node, 1)
+        names = [REPLICATED[number].name for number in (numbers if isinstance(numbers, (list, tuple)) else [numbers])]
+        return f"average the gradients of {names}"
     operator = isinstance(node.target, (OpOverload, OpOverloadPacket))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     target = str(node.target) if operator else name

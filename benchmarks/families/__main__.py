@@ -3,6 +3,7 @@
     python -m benchmarks.families                     all of them, about 20 minutes on two cores
     python -m benchmarks.families qwen3_moe dbrx      some
     python -m benchmarks.families --write             also writes the table into docs/models.md
+    python -m benchmarks.families --images            models that see images, on all ranks and on one alone
 
 A line for each: MoE layers and experts, layers that exchange rows (the others gather, with the reason), the worst
 error of the loss and of any gradient of two steps against data parallelism in one process, graphs, and the seconds of
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from benchmarks.families.images import ON_ALL_RANKS, ON_ONE_RANK
 from benchmarks.families.models import not_covered
-from benchmarks.families.table import FAMILIES
+from benchmarks.families.table import FAMILIES, WRAPPERS
 from benchmarks.results_folder import results_folder
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -35,7 +38,11 @@ def main() -> None:
     parser.add_argument("--backend", default="aot_eager", choices=("aot_eager", "inductor"))
     parser.add_argument("--policy", default="hecate")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    parser.add_argument("--images", action="store_true", help="print the table of models that see images")
     options = parser.parse_args()
+    if options.images:
+        _print_images(options.names or WRAPPERS, options.policy)
+        return
     unknown = sorted(set(options.names) - set(FAMILIES))
     if unknown:
         parser.error(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
@@ -53,6 +60,23 @@ def main() -> None:
         _write(results, missing)
     if missing or any(_is_wrong(result) for result in results.values()):
         raise SystemExit(1)
+
+
+def _print_images(names: Iterable[str], policy: str) -> None:
+    """A line for each family: the worst errors of losses and of gradients, or what was raised."""
+    print(_line(("family", "images on all ranks: loss", "gradients", "on one rank: loss", "gradients")))
+    for name in names:
+        cells = [name]
+        for steps in (ON_ALL_RANKS, ON_ONE_RANK):
+            try:
+                ranks = run_ranks(
+                    "benchmarks.families.images:measure", 2, timeout=600, name=name, steps=steps, policy=policy
+                )
+            except RanksFailed as error:
+                cells += [_reason(str(error)), ""]
+            else:
+                cells += [f"{max(rank[what] for rank in ranks):.0e}" for what in ("loss", "gradient")]
+        print(_line(tuple(cells)), flush=True)
 
 
 def _measure(name: str, backend: str, policy: str) -> dict[str, Any]:

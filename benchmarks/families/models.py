@@ -203,7 +203,7 @@ def _dbrx_config(made: Any) -> Any:
 
 def _wrapper_config(family: Family) -> Any:
     made = _class(family.config)
-    base, chosen = made(), dict[str, Any]()
+    base, chosen, options = made(), dict[str, Any](), dict(family.options)
     for key in base.sub_configs:
         current = getattr(base, key, None)
         if key == "text_config":
@@ -213,7 +213,7 @@ def _wrapper_config(family: Family) -> Any:
             tiny = {name: value for name, value in _TINY_OTHER.items() if _has(current, name)}
             if isinstance(getattr(current, "layer_types", None), (list, tuple)):
                 tiny["layer_types"] = list(current.layer_types[:1])
-            chosen[key] = type(current)(**tiny).to_dict()
+            chosen[key] = type(current)(**(tiny | options.pop(key, {}))).to_dict()
     # Ids that no batch has: all tokens are text.
     for thing in ("image", "video", "audio"):
         for kind in ("token_id", "token_index", "start_token_id", "end_token_id"):
@@ -222,7 +222,7 @@ def _wrapper_config(family: Family) -> Any:
     for key, value in dict(vision_start_token_id=2, projector_hidden_size=48, out_hidden_size=64).items():
         if _has(base, key):
             chosen[key] = value
-    return made(**(chosen | family.options))
+    return made(**(chosen | options))
 
 
 def _has(config: Any, key: str) -> bool:

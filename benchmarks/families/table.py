@@ -228,7 +228,7 @@ def _wrapper(prefix: str, text: str, **options: Any) -> Family:
 
 # Not Llama4ForConditionalGeneration, whose own forward raises in transformers 5.24.
 WRAPPERS: dict[str, Family] = {
-    "aria": _wrapper("Aria", "aria_text", projector_patch_to_query_dict={1: 2}),
+    "aria": _wrapper("Aria", "aria_text", vision_config=dict(patch_size=14), projector_patch_to_query_dict={16: 4}),
     "ernie4_5_vl_moe": _wrapper("Ernie4_5_VLMoe", "ernie4_5_vl_moe_text"),
     "gemma4": _wrapper("Gemma4", "gemma4_text"),
     "glm4v_moe": _wrapper("Glm4vMoe", "glm4v_moe_text"),

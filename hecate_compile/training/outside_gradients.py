@@ -110,8 +110,9 @@ class OutsideGradients:
                                                          graph's own gradient took it along
     =========  ========================================  ===================================================
 
-    Ranks meet at the end of a backward from the first on in which some rank was unsure; so they must be unsure alike.
-    Where Python around the graphs uses parameters they meet in each, and what one rank alone has used is zero on others.
+    Ranks meet at the end of a backward from the first on in which some rank was unsure, so they must be unsure alike.
+    Where Python around the graphs uses parameters they meet at the end of each, and need not: a gradient that a rank
+    has not is zero there.
     """
 
     def __init__(self, sync: GradientSync) -> None:

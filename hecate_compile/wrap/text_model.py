@@ -1,7 +1,7 @@
 """Find the text model inside a model that takes images or sound, too.
 
-It is traced alone, with all experts; what is around it (towers, positions of images, the head) runs as Python. That
-code is another one for each kind of batch, and a rank whose batch is text alone calls no tower.
+It is traced alone, with all experts in it. What is around it (towers, positions of images, the head) runs as Python:
+code that is another for each kind of batch, and a rank whose batch is text alone calls no tower.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ from torch import nn
 from hecate.private import children_of
 from hecate.wrap.find_experts import ExpertsModule
 
-# What models of transformers take, and their towers: "text", or names as in ("image", "text").
+# The attribute in which models of transformers, and their towers, say what they take: "text", or ("image", "text").
 _TAKES = "input_modalities"
 
 
 def find_text_model(model: nn.Module, experts: Sequence[ExpertsModule]) -> nn.Module | None:
-    """Return the module beside the towers that has all experts; None for a model without towers, or if there is none.
+    """Return the module that has all experts and stands beside the towers; None if there is none.
 
-    A model with towers says that it takes more than text, and has a module beside its text model that says what it
+    A model with towers says that it takes more than text, and a child beside the one with the experts says what it
     takes, too.
     """
+    wanted = {one.module for one in experts}
     found: nn.Module | None = None
-    here = model
-    while (inner := _child_with(here, experts)) is not None:
-        if not _takes_text_alone(here) and any(_is_tower(child) for child in children_of(here).values() if child is not inner):
+    here: nn.Module | None = model
+    while here is not None:
+        children = [child for child in children_of(here).values() if child is not None]
+        inner = next((child for child in children if wanted <= {*child.modules()}), None)
+        if _takes_more_than_text(here) and any(_is_tower(child) for child in children if child is not inner):
             found = inner
         here = inner
+    # A list of layers is not called.
     return None if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else found
 
 
-def _child_with(module: nn.Module, experts: Sequence[ExpertsModule]) -> nn.Module | None:
-    """Return the child in which all experts are."""
-    wanted = {one.module for one in experts}
-    return next((child for child in children_of(module).values() if child is not None and wanted <= {*child.modules()}), None)
+def _is_tower(module: nn.Module) -> bool:
+    return any(hasattr(part, _TAKES) for part in module.modules())
 
 
-def _is_tower(module: nn.Module | None) -> bool:
-    return module is not None and any(hasattr(part, _TAKES) for part in module.modules())
-
-
-def _takes_text_alone(module: nn.Module) -> bool:
+def _takes_more_than_text(module: nn.Module) -> bool:
     takes = getattr(module, _TAKES, "text")
-    return {takes} == {"text"} if isinstance(takes, str) else {*takes} == {"text"}
+    return {takes} != {"text"} if isinstance(takes, str) else {*takes} != {"text"}

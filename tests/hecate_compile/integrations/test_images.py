@@ -1,0 +1,221 @@
+"""Models that see images, on all ranks, on one alone, or on none: each step is that of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import hecate
+from benchmarks.families.images import ON_ONE_RANK, SMALL, TALL, image_batch, measure
+from benchmarks.families.models import build
+from hecate.wrap.find_experts import find_experts
+from hecate.wrap.text_model import find_text_model
+from tests.support.models import VOCABULARY, PlainMoE, batch
+from tests.support.parity import clear_gradients, compare, rank_and_size
+from tests.support.ranks import message_of, run_ranks
+
+FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe_vl", "glm4v_moe", "aria", "step3p7")
+EAGER = hecate.Config(backend="aot_eager")
+
+
+class Tower(nn.Module):
+    """Makes one token of each image, whose lengths it reads from data."""
+
+    input_modalities = "image"
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second, self.checkpointed = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), False
+
+    def forward(self, patches: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(self._run, patches, use_reentrant=False) if self.checkpointed else self._run(patches)
+        return torch.stack([part.mean(0) for part in inner.split(lengths.tolist())])
+
+    def _run(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(patches.to(self.first.weight.dtype)).relu())
+
+
+class Text(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.blocks = nn.ModuleList(PlainMoE(hidden, 16, 4, 2) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            hidden = hidden + block(norm(hidden))
+            if seen is not None:
+                hidden = hidden + seen.mean(0)
+        return hidden
+
+
+class SeesImages(nn.Module):
+    """Its head is tied to the embedding, which the text model has; both are used around it."""
+
+    input_modalities = ("image", "text")
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.tower, self.text, self.norm = Tower(hidden), Text(hidden), nn.LayerNorm(hidden)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor | None = None, given: Any = None) -> Any:
+        hidden, seen = self.text.embedding(ids), None
+        if given is not None:
+            hidden = hidden + given
+        if images is not None:
+            seen = self.tower(images, torch.tensor([len(images) - 1, 1]))
+            hidden = torch.cat([hidden[:, :2], hidden[:, 2:] + seen[0]], 1)
+        logits = self.norm(self.text(hidden, seen)) @ self.text.embedding.weight.T
+        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def _given(step: int, images: tuple[int, ...], rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids of a rank, and its patches, if it has any."""
+    count = images[rank]
+    generator = torch.Generator().manual_seed(7 * step + rank)
+    patches = torch.randn(count, 8, generator=generator) if count else None
+    return batch(2 * step + rank, rows=2, length=6 + rank), patches
+
+
+def _pair(config: hecate.Config = EAGER) -> tuple[SeesImages, SeesImages]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(SeesImages())
+    return hecate.compile(made[0], config), made[1]
+
+
+def _steps(model: nn.Module, reference: nn.Module, *steps: tuple[int, ...]) -> float:
+    """The worst error of micro-batches, of which only the last is synchronized."""
+    rank, size = rank_and_size()
+    clear_gradients(model, reference)
+    for step, images in enumerate(steps):
+        hecate.set_requires_gradient_sync(model, step == len(steps) - 1)
+        loss = model(*_given(step, images, rank))
+        loss.backward()
+        expected = sum(reference(*_given(step, images, other)) for other in range(size)) / size
+        expected.backward()
+    difference = compare(model, loss.detach(), reference, expected.detach())
+    return max(difference.loss, difference.gradient)
+
+
+def tower_alone() -> float:
+    """All is frozen but the tower, and gradients flow through the text model of both ranks."""
+    rank, size = rank_and_size()
+    model, reference = _pair()
+    for one in (model, reference):
+        one.text.requires_grad_(False)
+        one.norm.requires_grad_(False)
+    worst = 0.0
+    for step, images in enumerate([(3, 0), (0, 4), (0, 0), (0, 3)]):
+        clear_gradients(model, reference)
+        zeros = torch.zeros((), requires_grad=True)
+        loss = model(*_given(step, images, rank), zeros)
+        loss.backward()
+        expected = sum(reference(*_given(step, images, other), torch.zeros(())) for other in range(size)) / size
+        if expected.requires_grad:
+            expected.backward()
+        worst = max(worst, compare(model, loss.detach(), reference, expected.detach()).gradient)
+    return worst
+
+
+def in_two_bytes() -> float:
+    """A layer of the tower that is computed again reads parameters as in the forward: as without that, to the bit."""
+    gradients = []
+    for checkpointed in (False, True):
+        model, _ = _pair(hecate.Config(backend="aot_eager", mixed_precision=MixedPrecisionPolicy(torch.bfloat16)))
+        model.tower.checkpointed = checkpointed
+        model(*_given(0, (3, 0), rank_and_size()[0])).backward()
+        gradients.append([p.grad for p in model.tower.parameters()])
+    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+
+
+def generated() -> bool:
+    """With images on the first rank alone: the texts of one process."""
+    rank, _ = rank_and_size()
+    name = "qwen3_vl_moe"
+    model, reference = build(name).eval(), build(name).eval()
+    hecate.compile(model, EAGER)
+    given = image_batch(name, reference, 0, [SMALL, TALL] if rank == 0 else [])
+    del given["labels"]
+    texts = [one.generate(**given, max_new_tokens=4, do_sample=False) for one in (model, reference)]
+    return torch.equal(*texts)
+
+
+def sharded() -> str:
+    """Rows of a tower that are sharded are gathered by all ranks together."""
+    model, _ = _pair(hecate.Config(backend="aot_eager", dense="shard"))
+    return message_of(lambda: model(*_given(0, (3, 0), rank_and_size()[0])).backward())
+
+
+def everything() -> dict[str, Any]:
+    """On one rank, in one launch."""
+    model, reference = _pair()
+    alone = [(3, 0), (0, 4), (0, 0), (5, 3)]
+    return {
+        "families": {name: measure(name, ON_ONE_RANK) for name in FAMILIES},
+        "generated": generated(),
+        "alone": max(_steps(model, reference, images) for images in alone),
+        "micro-batches": max(_steps(model, reference, *images) for images in (alone, alone[::-1], alone[:2])),
+        "tower alone": tower_alone(),
+        "in two bytes": in_two_bytes(),
+        "sharded": sharded(),
+    }
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(everything, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_on_any_ranks_are_those_of_one_process(name: str) -> None:
+    """On one rank alone in the first step, on the other, on both, on none."""
+    for rank in results():
+        found = rank["families"][name]
+        assert max(found[what] for what in ("loss", "gradient", "evaluated")) < 1e-5, found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["alone", "micro-batches", "tower alone", "in two bytes"])
+def test_a_model_of_ones_own_says_what_it_takes(what: str) -> None:
+    for rank in results():
+        assert rank[what] < 1e-5
+
+
+@pytest.mark.distributed
+def test_images_on_one_rank_are_generated_from() -> None:
+    assert all(rank["generated"] for rank in results())
+
+
+@pytest.mark.distributed
+def test_a_tower_whose_rows_are_sharded_is_refused_on_one_rank() -> None:
+    for rank in results():
+        assert rank["sharded"].startswith("DisagreementError"), rank["sharded"]
+        assert "such as images" in rank["sharded"]
+
+
+def test_a_text_model_stands_beside_a_tower() -> None:
+    model = SeesImages()
+    experts, _ = find_experts(model)
+    assert find_text_model(model, experts) is model.text
+    assert find_text_model(nn.ModuleDict({"wrapped": model}), experts) is model.text
+    model.input_modalities = "text"
+    assert find_text_model(model, experts) is None, "an encoder of text has nothing to say"
+    model.input_modalities = ("image", "text")
+    del model.tower
+    assert find_text_model(model, experts) is None, "no tower"
+    model = SeesImages()
+    model.tower.experts = PlainMoE(8, 16, 4, 2)
+    assert find_text_model(model, find_experts(model)[0]) is None, "the tower has experts, too"
+    model.text = model.text.blocks
+    assert find_text_model(model, experts) is None, "a list of layers is not called"
