@@ -47,6 +47,7 @@ def explain(model: nn.Module) -> Explanation:
         disabled=state.backend.disabled,
         loops=state.loops,
         parameters=kept_parameters(model),
+        text_model=state.text_model,
     )
 
 

@@ -53,7 +53,7 @@ from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import choose_carrier, shard_model
-from hecate.wrap.text_model import find_text_model
+from hecate.wrap.text_model import find_text_model, towers_beside
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -155,6 +155,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         owner_mover=owner_mover,
         forward=forward,
         loops=found.loops.places,
+        text_model=next((name for name, module in model.named_modules() if module is found.text_model), ""),
     ).attach(model)
     # Wrappers for data parallelism have a method of this name, which accelerate looks for.
     model.__dict__["no_sync"] = no_sync(sharded.sync)
@@ -189,8 +190,6 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
     loops = ChangedLoops()
     if make_loops_traceable.__name__ not in config.disable_passes:
         loops = make_loops_traceable(model, experts, ranks=ranks.group.size)
-    # Rows that are sharded are gathered by all ranks together, towers' too, and sparse attention wants one graph.
-    alone = bool(experts) and not shard_dense and config.attention is None
     return _Found(
         config=config,
         mesh=ranks,
@@ -198,7 +197,8 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         passed_over=passed_over,
         attention=attention,
         loops=loops,
-        text_model=find_text_model(model, experts) if alone else None,
+        # With sparse attention the model is one graph.
+        text_model=find_text_model(model, experts) if experts and config.attention is None else None,
     )
 
 
@@ -219,7 +219,8 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         topology=topology,
     )
     shard_dense = config.dense == "shard" and group.size > 1
-    layers = shard_model(model, experts, found.mesh, placer, sync, carrier, shard_dense=shard_dense)
+    towers = towers_beside(found.text_model, model) if found.text_model is not None else ()
+    layers = shard_model(model, experts, found.mesh, placer, sync, carrier, shard_dense=shard_dense, towers=towers)
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:

@@ -25,7 +25,8 @@ class CompiledModel:
     """The parts of one compiled model, which holds them, so that they go when it goes.
 
     ``layers`` has the runtime record of each of ``experts``, which were sharded; those that share parameters have one
-    in common. ``passed_over`` are modules that look similar and were not sharded.
+    in common. ``passed_over`` are modules that look similar and were not sharded. ``text_model`` is the name of the
+    module that is traced alone, or "".
     """
 
     config: Config
@@ -39,6 +40,7 @@ class CompiledModel:
     owner_mover: OwnerMover
     forward: CompiledForward
     loops: tuple[str, ...]
+    text_model: str
 
     @property
     def world(self) -> World:

@@ -48,6 +48,7 @@ class Explanation:
         disabled: passes that are switched off.
         loops: ``file:line`` of loops and counts that were changed so that they can be traced.
         parameters: bytes that this rank keeps, and that the model had.
+        text_model: name of the module that is traced alone, beside towers; "" if the whole model is.
     """
 
     world: World
@@ -60,6 +61,7 @@ class Explanation:
     disabled: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     parameters: tuple[KeptParameters, ...] = ()
+    text_model: str = ""
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -136,6 +138,7 @@ class Explanation:
             "bytes": [asdict(one) for one in self.layer_bytes],
             "disabled": list(self.disabled),
             "loops": list(self.loops),
+            "text_model": self.text_model,
         }
 
     def __str__(self) -> str:
@@ -153,6 +156,8 @@ class Explanation:
         if self.world.size == 1:
             parts.append("one process, so nothing is sharded: start with torchrun --nproc-per-node N for more")
         parts += [f"not experts: {p.name}: {p.reason}" for p in self.passed_over]
+        if self.text_model:
+            parts.append(f"traced: {self.text_model}; the towers and all else around it run as Python")
         parts += [f"changed so that it can be traced (make_loops_traceable): {place}" for place in self.loops]
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,15 @@ def shard_model(
     carrier: Carrier,
     *,
     shard_dense: bool,
+    towers: Collection[nn.Module] = (),
 ) -> list[Layer]:
-    """Shard the experts, and with ``shard_dense`` all else; return each experts module's record; a collective."""
+    """Shard the experts, and with ``shard_dense`` all else but ``towers``; return each experts module's record.
+
+    A collective.
+    """
     stack_experts(found)
     sites = ParameterSites(model)
-    dense = DenseSharding(found, sites, sync) if shard_dense else None
+    dense = DenseSharding(found, sites, sync, towers) if shard_dense else None
     experts = {id(e.module): e for e in found}
     is_meta, layers, uninitialized = has_meta(model), list[Layer](), list[str]()
     # Of a model on the meta device a rank holds one whole module at a time.
@@ -78,11 +82,20 @@ def _copy_from_rank0(model: nn.Module, world: World) -> None:
 
 
 class DenseSharding:
-    """Shards the parameters of one model that are not those of ``found``, one module at a time."""
+    """Shards the parameters of one model that are not those of ``found``, one module at a time.
 
-    def __init__(self, found: Sequence[ExpertsModule], sites: ParameterSites, sync: GradientSync) -> None:
+    All ranks gather rows together, and a rank with text alone calls no tower, so those of ``towers`` stay whole.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[ExpertsModule],
+        sites: ParameterSites,
+        sync: GradientSync,
+        towers: Collection[nn.Module] = (),
+    ) -> None:
         self._experts = {id(e.store): e.parameters for e in found}
-        self._sites, self._sync = sites, sync
+        self._sites, self._sync, self._towers = sites, sync, set(map(id, towers))
 
     def keys(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the module's own parameters that are to be sharded."""
@@ -96,7 +109,7 @@ class DenseSharding:
             and parameter.numel() > 0
             # Parameters of experts anywhere, and of ``nn.LSTM`` and its kin, which read theirs elsewhere.
             and not any(
-                has_flat_weights(holder) or own in self._experts.get(id(holder), ())
+                has_flat_weights(holder) or id(holder) in self._towers or own in self._experts.get(id(holder), ())
                 for holder, own in self._sites.of(parameter)
             )
         )

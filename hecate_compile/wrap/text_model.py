@@ -36,6 +36,13 @@ def find_text_model(model: nn.Module, experts: Sequence[ExpertsModule]) -> nn.Mo
     return None if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else found
 
 
+def towers_beside(text_model: nn.Module, model: nn.Module) -> set[nn.Module]:
+    """Return the modules of towers, and of what leads from them to the text model."""
+    around = next(module for module in model.modules() if text_model in children_of(module).values())
+    beside = (child for child in children_of(around).values() if child is not None and child is not text_model)
+    return {module for child in beside for module in child.modules()}
+
+
 def _is_tower(module: nn.Module) -> bool:
     return any(hasattr(part, _TAKES) for part in module.modules())
 

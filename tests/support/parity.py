@@ -70,10 +70,13 @@ def step_both(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> floa
     return error_of(loss / rank_and_size()[1], expected.detach())
 
 
-def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor) -> Difference:
+def compare(
+    model: nn.Module, loss: torch.Tensor, reference: nn.Module, reference_loss: torch.Tensor, *, smallest: float = 0.0
+) -> Difference:
     """Errors of ``model``, whose parameters are sharded, against the unsharded ``reference``.
 
-    A parameter without a gradient where the reference has one, or the reverse, is an infinite error.
+    A parameter without a gradient where the reference has one, or the reverse, is an infinite error. One that is zero
+    but for rounding has no relative error: elements under ``smallest`` times the largest of all count as that.
     """
     _, size = rank_and_size()
     mean = loss.float().clone()
@@ -81,18 +84,20 @@ def compare(model: nn.Module, loss: torch.Tensor, reference: nn.Module, referenc
         dist.all_reduce(mean)
         mean /= size
     expected = dict(reference.named_parameters())
-    worst, name_of_worst = 0.0, ""
+    worst, name_of_worst, least = 0.0, "", 0.0
+    if smallest:
+        least = smallest * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
     for name, parameter in model.named_parameters():
-        error = _error(parameter, expected[name])
+        error = _error(parameter, expected[name], least)
         if error > worst:
             worst, name_of_worst = error, name
     return Difference(_or_infinite((mean - reference_loss).abs() / reference_loss.abs()), worst, name_of_worst)
 
 
-def _error(parameter: nn.Parameter, reference: nn.Parameter) -> float:
+def _error(parameter: nn.Parameter, reference: nn.Parameter, least: float) -> float:
     if parameter.grad is None or reference.grad is None:
         return 0.0 if parameter.grad is None and reference.grad is None else float("inf")
-    expected, largest = reference.grad, float(reference.grad.abs().max())
+    expected, largest = reference.grad, max(least, float(reference.grad.abs().max()))
     shard = shard_of(parameter)
     if shard is not None:
         expected = shard.slice(expected)
