@@ -86,9 +86,11 @@ def measure(name: str, steps: Sequence[Sequence[Sequence[Image]]], policy: Any =
 
     Weights stay as they are: steps of an optimizer would add up what is rounded otherwise.
     """
-    rank, size = rank_and_size()
     model, reference = build(name), build(name)
     hecate.compile(model, hecate.Config(backend="aot_eager", policy=policy))
+    # Known since ranks are connected.
+    rank, size = rank_and_size()
+    assert size == len(steps[0])
     found: dict[str, Any] = dict(loss=0.0, gradient=0.0)
     for step, images in enumerate(steps):
         clear_gradients(model, reference)

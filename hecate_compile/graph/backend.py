@@ -193,7 +193,7 @@ class Backend:
                 f"graph {number}",
                 "Every rank must run the same model code: look for branches on the rank or on local data, "
                 "and for inputs that only some ranks are given, such as images: give all ranks the same ones, masked "
-                "where there is nothing. "
+                "where there is nothing, or let the model say which part is its tower (docs/models.md). "
                 "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph. "
                 f"{WITHOUT_TRACING}",
                 self.world,

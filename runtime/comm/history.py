@@ -31,7 +31,7 @@ _ADVICE = (
     "one rank has called the model more often than another: in loaders or evaluations of different length (give all "
     "ranks equally many batches), or in model.generate, where texts end at different steps (synced_gpus=True). "
     "Or a forward took an input that others did without, such as images: give it to all ranks, masked where there is "
-    "nothing. "
+    "nothing; docs/models.md says which models need not. "
     'Config(policy="replicate") has no collectives inside a forward.'
 )
 # A message lists at most so many pairs of ranks, or ranks that do the same.

@@ -128,8 +128,8 @@ def evaluated(model: nn.Module, reference: nn.Module) -> float:
 
 def tower_alone() -> float:
     """All is frozen but the tower, and gradients flow through the text model of both ranks."""
-    rank, size = rank_and_size()
     model, reference = _pair()
+    rank, size = rank_and_size()
     for one in (model, reference):
         one.text.requires_grad_(False)
         one.norm.requires_grad_(False)
@@ -148,10 +148,10 @@ def tower_alone() -> float:
 
 def generated() -> bool:
     """With images on the first rank alone: the texts of one process."""
-    rank, _ = rank_and_size()
     name = "qwen3_vl_moe"
     model, reference = build(name).eval(), build(name).eval()
     hecate.compile(model, EAGER)
+    rank, _ = rank_and_size()
     given = image_batch(name, reference, 0, [SMALL, TALL] if rank == 0 else [])
     del given["labels"]
     texts = [one.generate(**given, max_new_tokens=4, do_sample=False) for one in (model, reference)]
