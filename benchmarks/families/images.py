@@ -78,7 +78,7 @@ _PIXELS = dict(
 
 # Images of the first and of the second rank in each step.
 ON_ALL_RANKS = [[[WIDE, SMALL], [TALL]], [[], []], [[SMALL], [TALL, TALL, WIDE]]]
-ON_ONE_RANK = [[[WIDE], []], [[], [SMALL, TALL]], [[TALL], [WIDE]], [[], []], [[], [TALL, SMALL, WIDE]]]
+ON_ONE_RANK = [[[WIDE], []], [[], [SMALL, TALL]], [[TALL], [WIDE, SMALL]], [[], []]]
 
 
 def measure(name: str, steps: Sequence[Sequence[Sequence[Image]]], policy: Any = "hecate") -> dict[str, Any]:
