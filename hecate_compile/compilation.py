@@ -215,7 +215,7 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         everyone,
         dtype=reduce_dtype,
         in_graph=config.policy != "replicate",
-        in_python=found.text_model is not None,
+        text_model=weakref.ref(found.text_model) if found.text_model is not None else None,
         topology=topology,
     )
     shard_dense = config.dense == "shard" and group.size > 1

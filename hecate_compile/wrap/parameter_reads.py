@@ -86,6 +86,9 @@ def install_replicated_reads(
     if sync.world.size == 1 and param_dtype is None:
         return ()
     known, new = _records_in(model), []
+    text_model = sync.text_model() if sync.text_model is not None else None
+    # A tower that the user has compiled is in graphs, too, where ranks do not meet.
+    traced = {*text_model.modules()} if text_model is not None else None
     for name, module in model.named_modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         for key, parameter in parameters_of(module).items():
@@ -101,8 +104,8 @@ def install_replicated_reads(
                 new.append(record)
             if records.get(key) is not record:
                 records[key] = record
-                number = record.id if sync.in_graph else None
-                readers[key] = _read_dense(key, number, step, param_dtype, averages_in_python=not sync.in_python)
+                number = record.id if sync.in_graph and (traced is None or module in traced) else None
+                readers[key] = _read_dense(key, number, step, param_dtype, averages_in_python=traced is None)
         if readers:
             _swap_class(module, readers)
     return tuple(new)

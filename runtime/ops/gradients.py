@@ -39,8 +39,14 @@ class GradientSync:
     owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
     hooked: bool = False  # users' hooks are given gradients on some rank, so what is owed is averaged beside them
     in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
-    in_python: bool = False  # Python around the graphs uses some, and not the same on every rank
+    # Alone in graphs, if it is there; Python around it uses parameters, and not the same ones on every rank.
+    text_model: weakref.ref[nn.Module] | None = None
     topology: Topology | None = None  # which ranks share a node; None for all
+
+    @property
+    def in_python(self) -> bool:
+        """True if parameters are used around the graphs, too."""
+        return self.text_model is not None
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``own`` are all-reduced, which rounds their sum after each rank."""

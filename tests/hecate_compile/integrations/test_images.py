@@ -192,7 +192,7 @@ def everything() -> dict[str, Any]:
 
 @cache
 def results() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2)
+    return run_ranks(everything, 2, timeout=600)
 
 
 @pytest.mark.distributed
