@@ -11,6 +11,8 @@ from torch import nn
 
 import hecate
 from benchmarks.families.models import batch, build
+from hecate.wrap.find_experts import find_experts
+from hecate.wrap.text_model import find_text_model
 from tests.support.parity import clear_gradients, compare, rank_and_size
 
 # Of an image: height and width, in tokens of the text model. Families with one size of images see only how many.
@@ -81,12 +83,17 @@ ON_ALL_RANKS = [[[WIDE, SMALL], [TALL]], [[], []], [[SMALL], [TALL, TALL, WIDE]]
 ON_ONE_RANK = [[[WIDE], []], [[], [SMALL, TALL]], [[TALL], [WIDE, SMALL]], [[], []]]
 
 
-def measure(name: str, steps: Sequence[Sequence[Sequence[Image]]], policy: Any = "hecate") -> dict[str, Any]:
+def measure(
+    name: str, steps: Sequence[Sequence[Sequence[Image]]], policy: Any = "hecate", layers: int = 2
+) -> dict[str, Any]:
     """The worst errors of a few steps beside one process that has the batches of all ranks.
 
     Weights stay as they are: steps of an optimizer would add up what is rounded otherwise.
     """
     model, reference = build(name), build(name)
+    for one in (model, reference):
+        text: Any = find_text_model(one, find_experts(one)[0])
+        text.layers, text.config.num_hidden_layers = text.layers[:layers], layers
     hecate.compile(model, hecate.Config(backend="aot_eager", policy=policy))
     # Known since ranks are connected.
     rank, size = rank_and_size()
