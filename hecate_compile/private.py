@@ -282,6 +282,8 @@ INIT_WEIGHTS = "_init_weights"
 ATTENTION_IMPLEMENTATION = "_attn_implementation"
 RECORDED_OUTPUTS = "_can_record_outputs"
 INITIALIZED = "_is_hf_initialized"
+# Hooks by which transformers and PEFT let embeddings require gradients, for reentrant checkpoints of frozen models.
+INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 TRAINER_LOAD, TRAINER_LOAD_BEST = "_load_from_checkpoint", "_load_best_model"
 TRAINER_SAVE_OPTIMIZER, TRAINER_LOAD_OPTIMIZER = "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"
 TRAINER_SAVE = "_save"

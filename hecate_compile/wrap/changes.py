@@ -6,19 +6,20 @@ Hooks on modules are traced into graphs, and Dynamo does not notice those that a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from hecate.private import HOOKS_OF_MODULES, flags_of_hooks, hooks_of_all_modules
+from hecate.private import HOOKS_OF_MODULES, INPUT_GRADIENT_HOOKS, flags_of_hooks, hooks_of_all_modules
 
 _KEY = "_hecate_changes"
 _hooks: list[Any] = []
@@ -81,6 +82,18 @@ def _reference(hook: Any) -> Callable[[], Any]:
         return lambda: hook
 
 
+def _require_gradients_outside(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """Let an output require gradients where nothing is traced: Dynamo breaks there, and its checkpoints need none."""
+    if not torch.compiler.is_compiling():
+        output.requires_grad_(True)
+
+
+def _make_traceable(hooks: MutableMapping[int, Any]) -> None:
+    for number, hook in hooks.items():
+        if getattr(hook, "__name__", "") in INPUT_GRADIENT_HOOKS:
+            hooks[number] = _require_gradients_outside
+
+
 # In the order in which they are called.
 Hooks = tuple[PlacedHook, ...]
 
@@ -91,7 +104,7 @@ class ModuleHooks:
     def __init__(self, changes: Changes) -> None:
         self._changes, self._seen = changes, -1
         # A place, the hooks there by the numbers of their handles, and the numbers of those that have a flag.
-        self._places: list[tuple[str, Mapping[int, Any], Sequence[Mapping[int, bool]]]] = []
+        self._places: list[tuple[str, MutableMapping[int, Any], Sequence[Mapping[int, bool]]]] = []
         self._dictionaries: list[Mapping[int, Any]] = []
         self._numbers: list[int] = []
         self._hooks: Hooks = ()
@@ -104,10 +117,14 @@ class ModuleHooks:
         # Torch gives no number twice.
         if numbers != self._numbers:
             self._numbers = numbers
+            for _, hooks, _ in self._places:
+                _make_traceable(hooks)
             self._hooks = tuple(
                 PlacedHook.at(place, hook, tuple(number in those for those in flags))
                 for place, hooks, flags in self._places
                 for number, hook in hooks.items()
+                # In graphs it does nothing, so with it there are no others.
+                if hook is not _require_gradients_outside
             )
         return self._hooks
 

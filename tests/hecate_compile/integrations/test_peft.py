@@ -99,6 +99,43 @@ def train(kind: str) -> dict[str, Any]:
     return found
 
 
+def checkpoint_layers() -> list[dict[str, Any]]:
+    """Checkpointing of a frozen model, on before it is compiled or behind a step, and off before the last step."""
+    rank, size = dist_rank()
+    found = []
+    for early in (True, False):
+        reference, model = adapted("qwen3_moe"), adapted("qwen3_moe")
+        if early:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        hecate.compile(model, hecate.Config(backend="aot_eager", policy="static"))
+        models = (model, reference)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        errors, graphs = [], []
+        for step in range(3):
+            if step == 1 and not early:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if step == 2:
+                model.gradient_checkpointing_disable()
+            ids = batch(step, rows=4)
+            for one, part, optimizer in zip(models, (ids.chunk(size)[rank], ids), optimizers, strict=True):
+                one(input_ids=part, labels=part)["loss"].backward()
+                optimizer.step()
+                one.zero_grad()
+            errors.append(state_error(model.state_dict(), reference.state_dict()))
+            graphs.append(len(hecate.explain(model).graphs))
+        moved = state_error(reference.state_dict(), adapted("qwen3_moe").state_dict())
+        found.append({"errors": errors, "graphs": graphs, "moved": moved})
+    return found
+
+
+@pytest.mark.distributed
+def test_layers_of_a_frozen_model_are_checkpointed_in_one_graph() -> None:
+    for early, late in run_ranks(f"{_HERE}:checkpoint_layers", 2):
+        assert max(early["errors"] + late["errors"]) < 1e-5, (early, late)
+        assert min(early["moved"], late["moved"]) > 1e-2
+        assert early["graphs"] == [1, 1, 2] and late["graphs"][:2] == [1, 2]
+
+
 def generate() -> dict[str, Any]:
     """Between two steps: what PEFT's models generate, which call the model inside them, as in one process."""
     found: dict[str, Any] = {"texts": [], "losses": [], "graphs": []}
