@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from functools import cache, partial
@@ -58,16 +59,35 @@ def _late(model: nn.Module, step: int) -> None:
             model.get_parameter("norms.0.weight")[0] += 0.5
 
 
+class _Summing(torch.optim.SGD):
+    """Scales all gradients by a sum over them; it has a lock, and so it cannot be copied and tried."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.lock = threading.Lock()
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        torch._foreach_mul_(gradients, 1 / (1 + sum(g.abs().sum() for g in gradients)))
+        return super().step(closure)
+
+
 CLIPPED = {"by hand": _scale_by_hand, "foreach": _scale_by_foreach, "noise": _noise, "late": _late}
 
 
-def _train(change: Any, folder: str = "", *, local: str = "", **options: Any) -> list[Any]:
+def _nothing(model: nn.Module, step: int) -> None:
+    pass
+
+
+def _train(
+    change: Any, folder: str = "", *, local: str = "", kind: Any = torch.optim.AdamW, **options: Any
+) -> list[Any]:
     """Steps until something is raised, at most 31; messages of it and of a save."""
     torch.manual_seed(0)
     model = PlainLanguageModel(hidden=8, layers=1, experts=4)
     options = {"policy": "static", "compare_every": 30} | options
     hecate.compile(model, hecate.Config(backend="aot_eager", **options))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     torch.manual_seed(rank_and_size()[0])
     step, raised = 0, "no error"
     with warnings.catch_warnings(record=True) as caught:
@@ -91,6 +111,7 @@ def _train(change: Any, folder: str = "", *, local: str = "", **options: Any) ->
 
 def train_all(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: _train(change) for name, change in CLIPPED.items()}
+    found["optimizer"] = _train(_nothing, kind=_Summing)
     found["accumulated"] = _train(_late, local="first micro-batch", compare_every=6)
     found["local steps"] = _train(_late, local="always", compare_every=6)
     found["torch's norm"] = _train(_scale_by_torch, folder + "/torch")
@@ -125,7 +146,9 @@ def results() -> list[dict[str, Any]]:
         return run_ranks(train_all, 2, folder=folder)
 
 
-@pytest.mark.parametrize(("name", "step"), [("by hand", 10), ("foreach", 10), ("noise", 1), ("late", 30)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("by hand", 10), ("foreach", 10), ("noise", 1), ("optimizer", 1), ("late", 30)]
+)
 def test_what_lets_ranks_come_apart_is_told_on_all_ranks_with_its_likely_causes(name: str, step: int) -> None:
     first, second = (result[name] for result in results())
     assert first[0] == second[0] == step
