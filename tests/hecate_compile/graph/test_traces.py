@@ -152,18 +152,19 @@ def test_behind_the_last_graph_the_error_says_what_changed() -> None:
             assert "torch._dynamo.config.recompile_limit" in text
 
 
-def _alive() -> int:
+def graphs_alive() -> int:
+    """Return how many graphs Dynamo keeps, of whatever code."""
     codes = filter(None, (seen() for seen in traces.convert_frame.input_codes.seen))
     return sum(entry.code is not None for code in codes for entry in _debug_get_cache_entry_list(code))
 
 
 def test_graphs_of_a_dead_model_are_freed() -> None:
     gc.collect()
-    before = _alive()
+    before = graphs_alive()
     model, reference = _pair()
     for length in (16, 20, 24):
         _step(model, reference, batch(0, length=length))
-    assert _alive() > before
+    assert graphs_alive() > before
     del model
     gc.collect()
-    assert _alive() == before
+    assert graphs_alive() == before
