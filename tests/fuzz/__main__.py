@@ -55,10 +55,11 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="only this one of the model's")
     parser.add_argument("--lives", type=int, help="so many lives instead")
     parser.add_argument("--life", type=int, help="only this life")
+    parser.add_argument("--turns", type=int, default=30, help="of each life")
     options = parser.parse_args()
     if options.lives is not None or options.life is not None:
         numbers = range(options.lives or 0) if options.life is None else range(options.life, options.life + 1)
-        problems = live(options.seed, numbers, log=True)
+        problems = live(options.seed, numbers, options.turns, log=True)
         print("\n\n".join(problems) or f"{len(numbers)} lives, no problem")
         sys.exit(bool(problems))
     models, cases = range(-(-options.cases // _CASES_PER_MODEL)), list(range(_CASES_PER_MODEL))

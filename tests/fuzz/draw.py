@@ -56,7 +56,7 @@ class Case:
 
     Attributes:
         optimizer: "sgd" or "adamw".
-        clip: None, or who clips: "hecate" or "torch".
+        clip: None, or how gradients are clipped: a key of ``tests.fuzz.run.CLIPS``.
         accumulate: micro-batches of a step.
         keep_zeros: ``zero_grad(set_to_none=False)``.
         ragged: ranks have batches of different shapes.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,28 @@ from tests.support.parity import state_error
 
 # Relative to the largest element of a tensor. Models that cast to float32 inside differ by its rounding.
 TOLERANCE = 1e-5
+
+
+def _clip_by_total(model: nn.Module) -> torch.Tensor:
+    parameters = [*model.parameters()]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
+    return norm
+
+
+def _clip_values(model: nn.Module) -> float:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.003)
+    return 0.0
+
+
+# Each returns the norm that it has found.
+CLIPS: dict[str, Callable[[nn.Module], Any]] = {
+    "hecate": lambda model: hecate.clip_grad_norm_(model, 0.1),
+    "torch": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "largest": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=math.inf),
+    "total": _clip_by_total,
+    "values": _clip_values,
+}
 
 
 def run_models(seed: int, numbers: list[int], cases: list[int]) -> list[str]:
@@ -64,7 +88,7 @@ class Loop:
         self.drawn, self.case, self.model, self.reference = drawn, case, model, reference
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.generator = torch.Generator().manual_seed(abs(hash_of(seed)))
-        start = build_model(drawn, hash_of(seed) % 1000)
+        start = self.build(hash_of(seed) % 1000)
         model.load_state_dict(start.state_dict())
         reference.load_state_dict(start.state_dict())
         self.zero_grad(none=True)
@@ -72,6 +96,9 @@ class Loop:
         options = dict(lr=0.05, momentum=0.9) if case.optimizer == "sgd" else dict(lr=0.01, eps=1e-3)
         self.optimizers = [kind(m.parameters(), **options) for m in (model, reference)]
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in self.optimizers]
+
+    def build(self, seed: int) -> nn.Module:
+        return build_model(self.drawn, seed)
 
     def run(self) -> float:
         for action in self.case.actions:
@@ -114,10 +141,8 @@ class Loop:
             ):
                 parameter.grad = torch.zeros_like(parameter)
         if self.case.clip is not None:
-            clip: Any = hecate.clip_grad_norm_ if self.case.clip == "hecate" else torch.nn.utils.clip_grad_norm_
-            first = self.model if self.case.clip == "hecate" else self.model.parameters()
-            ours = clip(first, 0.1)
-            theirs = torch.nn.utils.clip_grad_norm_(self.reference.parameters(), 0.1)
+            ours = CLIPS[self.case.clip](self.model)
+            theirs = CLIPS[self.case.clip.replace("hecate", "torch")](self.reference)
             assert abs(float(ours) - float(theirs)) <= TOLERANCE * float(theirs), (ours, theirs)
         for optimizer in self.optimizers:
             optimizer.step()

@@ -6,6 +6,9 @@ import pytest
 
 from tests.fuzz.__main__ import fuzz, live
 from tests.fuzz.draw import ACTIONS, FAULTS, draw_case, draw_model
+from tests.fuzz.life import Life, draw_life
+from tests.fuzz.run import CLIPS
+from tests.fuzz.turns import GROUPS, TURNS
 from tests.support.extent import ALL
 
 _SEED, _MODELS, _CASES = 3, 5 if ALL else 3, 40 if ALL else 12
@@ -30,3 +33,12 @@ def test_what_is_drawn_has_everything_in_it() -> None:
     assert len({draw_model(_SEED, model).family for model in range(_MODELS)}) == _MODELS
     assert any(draw_model(_SEED, model).attention is not None for model in range(_MODELS))
     assert draw_case(_SEED, 1, 2) == draw_case(_SEED, 1, 2)
+
+
+def test_every_turn_and_every_way_to_live_is_drawn() -> None:
+    lives = [draw_life(_SEED, number) for number in range(60)]
+    assert {turn for life in lives for turn in life.turns} == {*TURNS}
+    assert all(callable(getattr(Life, turn.replace(" ", "_"))) for turn in TURNS)
+    assert {life.clip for life in lives} == {None, *CLIPS} and {life.groups for life in lives} == {*GROUPS}
+    assert {life.dress.adapters for life in lives} == {None, "attention", "experts", "both"}
+    assert any(life.counts for life in lives) and any(life.dress.balanced for life in lives)
