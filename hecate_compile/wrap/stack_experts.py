@@ -210,9 +210,14 @@ class ExpertStack(nn.Module):
 def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str) -> None:
     """Deal out the gradients of ``stacked``, and call the hooks that users put on the members."""
 
+    # A hook that held its own parameter would keep it for ever. Where the model is gone, a loss may still be there.
     def before(gradient: torch.Tensor) -> torch.Tensor:
-        here, shard = stack(), shard_of(stacked)
-        assert here is not None and is_expert_shard(shard)
+        here = stack()
+        if here is None:
+            return gradient
+        stacked = parameters_of(here)[key]
+        shard = shard_of(stacked)
+        assert stacked is not None and is_expert_shard(shard)
         members = here.members(key)
         # What the members have is added to, in place where they have views of one tensor.
         stacked.grad = here.gradient(key)
@@ -226,9 +231,11 @@ def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str)
             gradient[row] = call_hooks(hooks, gradient[row]) if hooks else 0
         return gradient
 
-    def after(_: torch.Tensor) -> None:
+    def after(stacked: torch.Tensor) -> None:
         here, shard, gradient = stack(), shard_of(stacked), stacked.grad
-        assert here is not None and is_expert_shard(shard) and gradient is not None
+        if here is None:
+            return
+        assert is_expert_shard(shard) and gradient is not None
         stacked.grad = None
         here.deal(key, gradient)
         members = here.members(key)
