@@ -25,6 +25,7 @@ from hecate.training.optimizer_state import (
     stepping_does_not_count,
     world_of,
 )
+from hecate.training.state_layout import is_for_all, is_scale, is_table, lines_per_row, on_rows
 from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
@@ -65,7 +66,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> OptimizerTensor
         site = sites[id(parameter)]
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                out.tensors.setdefault(site.name, {})[key] = site.split(value)
+                out.tensors.setdefault(site.name, {})[key] = site.split(value, key)
             elif value is not None:
                 out.plain.setdefault(site.name, {})[key] = value
     members = [site for site in sites.values() if is_member_shard(shard_of(site.parameter))]
@@ -88,21 +89,26 @@ def prepare_optimizer(
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
-            site, whole = sites[id(parameter)], whole_shape(parameter)
+            site, shard, whole = sites[id(parameter)], shard_of(parameter), whole_shape(parameter)
+            split = shard is not None and shard.world.group is not None and not is_member_shard(shard)
             for key, found in saved.get(site.name, {}).items() if site.is_here else ():
-                if found.size != whole and len(found.size) and shard_of(parameter) is not None:
+                lines = lines_per_row(key, found.size, whole) if split and found.size != whole else None
+                shared = found.size == whole or lines is not None or not len(found.size) or is_table(key)
+                if split and not shared:
                     raise ValueError(
                         f"{key} of {site.name} has the shape {list(found.size)}, and the parameter, which is "
                         f"split over ranks, {list(whole)}"
                     )
                 if found.size == whole:
                     room = torch.zeros_like(parameter, dtype=found.properties.dtype, requires_grad=False)
+                elif lines is not None:
+                    room = torch.zeros(len(parameter) * lines, dtype=found.properties.dtype, device=parameter.device)
                 else:
                     # The state is one value for the whole parameter: a count of steps.
                     device = parameter.device if on_device or key != "step" else torch.device("cpu")
                     room = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
                 optimizer.state[parameter][key] = room
-                out.tensors.setdefault(site.name, {})[key] = site.split(room)
+                out.tensors.setdefault(site.name, {})[key] = site.split(room, key)
     return out
 
 
@@ -235,12 +241,12 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
     taken: dict[nn.Parameter, dict[str, Any]] = {}
     for group, saved in zip(inner.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            shard, values = shard_of(parameter), state["state"].get(number, {})
+            shard = shard_of(parameter)
             if is_member_shard(shard) and not shard.owned:
                 continue
             taken[parameter] = {
-                key: shard.slice(value) if shard is not None and torch.is_tensor(value) and value.ndim else value
-                for key, value in values.items()
+                key: value if shard is None else on_rows(key, value, shard.full_shape, shard.slice)
+                for key, value in _flat(state["state"].get(number, {})).items()
             }
     # Torch's load_state_dict takes care of dtypes, devices and hooks. It numbers parameters group by group.
     numbers = {parameter: n for n, parameter in enumerate(p for group in inner.param_groups for p in group["params"])}
@@ -251,6 +257,14 @@ def take_whole_state(model: nn.Module, optimizer: Optimizer, state: dict[str, An
     states = {numbers[parameter]: values for parameter, values in taken.items() if values}
     inner.load_state_dict({"state": states, "param_groups": groups})
     note_owners(inner)
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state without the dict in which bitsandbytes hides some of it from FSDP."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def _check(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source: str) -> None:
@@ -273,8 +287,11 @@ def _check(model: nn.Module, optimizer: Optimizer, state: dict[str, Any], source
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
             shard, whole = shard_of(parameter), whole_shape(parameter)
-            for key, value in state["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.ndim and value.shape != whole:
+            for key, value in _flat(state["state"].get(number, {})).items():
+                if not isinstance(value, torch.Tensor) or is_for_all(key, value):
+                    continue
+                fits = lines_per_row(key, value.shape, whole) is not None
+                if not fits and not (shard is None and is_scale(key)):
                     raise MismatchError(
                         f"hecate: {source}: {key} of parameter {number} has the shape {list(value.shape)}, and the "
                         f"parameter{'' if shard is None else ' ' + shard.name} {list(whole)}"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from hecate.compiled_model import is_compiled
 from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.runtime.ops.dense import DenseShard
+from hecate.training.state_layout import is_for_all, lines_per_row
 from hecate.wrap.expert_shards import is_expert_shard, is_member_shard
 from hecate.wrap.shard import shard_of
 
@@ -101,12 +102,16 @@ class Site:
         shard = shard_of(self.parameter)
         return not is_member_shard(shard) or shard.owned
 
-    def split(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the parameter, or optimizer state of its shape, as a part of the whole."""
+    def split(self, value: torch.Tensor, key: str = "") -> torch.Tensor:
+        """Return the parameter, or the state ``key`` of an optimizer, as a part of the whole."""
         shard = shard_of(self.parameter)
-        if shard is None or value.ndim == 0:
+        if shard is None or is_for_all(key, value):
             return value.detach()
-        if value.shape != self.parameter.shape:
+        lines = lines_per_row(key, value.shape, self.parameter.shape)
+        if lines is None and (shard.world.group is None or is_member_shard(shard)):
+            # This rank has all of it.
+            return value.detach()
+        if lines is None:
             raise ValueError(
                 f"{self.name} is split over ranks, and its optimizer state of the shape {list(value.shape)} cannot "
                 f"be: it is not like the parameter, {list(self.parameter.shape)}"
@@ -114,12 +119,13 @@ class Site:
         if is_member_shard(shard):
             pieces = [Piece(0, 0, len(value))]
         elif is_expert_shard(shard):
-            pieces = [Piece(expert, row, 1) for row, expert in enumerate(shard.experts)]
+            pieces = [Piece(expert * lines, row * lines, lines) for row, expert in enumerate(shard.experts)]
         else:
             assert isinstance(shard, DenseShard)
             rank = shard.world.rank
-            pieces = [Piece(sum(shard.counts[:rank]), 0, shard.counts[rank])]
-        return LogicalTensor.of(value, shard.full_shape, pieces)
+            pieces = [Piece(sum(shard.counts[:rank]) * lines, 0, shard.counts[rank] * lines)]
+        whole = torch.Size((shard.full_shape[0] * lines, *value.shape[1:]))
+        return LogicalTensor.of(value, whole, pieces)
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:

@@ -6,14 +6,16 @@ follows before its optimizer's next step; see ``optimizer_state``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
-from hecate.private import parameters_of
+from hecate.private import parameters_of, tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_alone, warn_together
@@ -22,9 +24,9 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
-from hecate.training.optimizer_state import state_that_cannot_move, tensors_elsewhere
+from hecate.training.optimizer_state import state_that_cannot_move
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import refill, shard_of
+from hecate.wrap.shard import refill, shard_of, worlds_of_gradients
 from hecate.wrap.stack_experts import stack_of
 
 
@@ -135,7 +137,7 @@ class OwnerMover:
         stacks = {id(p) for own in self._experts.values() for e in own if (s := stack_of(e)) for p in s.parameters()}
         named = [one for layer in layers for one in self._parameters(layer).items()]
         shapes = {p.shape: name for name, p in named if p.numel() and id(p) not in stacks}
-        copies = tensors_elsewhere(shapes)
+        copies = _tensors_elsewhere(shapes)
         if copies:
             warn_alone(
                 f"hecate: experts change owners for the first time, and {len(copies)} tensors that are no parameter, "
@@ -181,6 +183,28 @@ class OwnerMover:
         has = has.to(world.control_device)
         collectives.all_reduce(has, world)
         return [bool(number) for number in has.tolist()]
+
+
+def _tensors_elsewhere(shapes: Collection[torch.Size]) -> list[torch.Tensor]:
+    """Return living float tensors in one of ``shapes`` that are no shard, gradient or state of an optimizer."""
+    # By type: isinstance would ask every proxy object in the process about its class.
+    living = gc.get_objects()
+    optimizers = [thing for thing in living if issubclass(type(thing), Optimizer)]
+    known = worlds_of_gradients().keys() | {
+        id(value)
+        for optimizer in optimizers
+        for state in getattr(optimizer, "state", {}).values()
+        for value in tree_leaves(state)
+    }
+    return [
+        thing
+        for thing in living
+        if type(thing) in (torch.Tensor, nn.Parameter)
+        and thing.is_floating_point()
+        and thing.shape in shapes
+        and shard_of(thing) is None
+        and id(thing) not in known
+    ]
 
 
 def _changed(old: Owners, new: Owners) -> int:

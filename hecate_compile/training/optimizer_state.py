@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hecate.private import tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
@@ -27,10 +26,11 @@ from hecate.runtime.placement.owners import Owners
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
 from hecate.training.member_state import gather_members, move_members
-from hecate.training.optimizer_trial import refuse_unfit
+from hecate.training.optimizer_trial import ELEMENTWISE, refuse_unfit
+from hecate.training.state_layout import by_row, in_other_forms, is_for_all, lines_per_row, on_rows
 from hecate.wrap.expert_shards import ExpertShard, MemberShard, is_expert_shard, is_member_shard
 from hecate.wrap.graph_breaks import called_by
-from hecate.wrap.shard import shard_of, worlds_of_gradients
+from hecate.wrap.shard import shard_of
 
 # The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
 _NOTE = "hecate_state"
@@ -40,6 +40,7 @@ _DCP = "torch.distributed.checkpoint.state_dict"
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unequal: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # Ranks have their state in other forms.
 _hooks: list[Any] = []
 
 
@@ -61,55 +62,45 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
         for parameter, shard in _expert_shards_in(group)
         if shard.layer.id in layers
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if not _can_move(value, parameter, shard, _noted_owners(group, shard.layer))
-    ]
-
-
-def tensors_elsewhere(shapes: Collection[torch.Size]) -> list[torch.Tensor]:
-    """Return living float tensors in one of ``shapes`` that are no shard, gradient or state of an optimizer."""
-    # By type: isinstance would ask every proxy object in the process about its class.
-    living = gc.get_objects()
-    optimizers = [thing for thing in living if issubclass(type(thing), Optimizer)]
-    known = worlds_of_gradients().keys() | {
-        id(value)
-        for optimizer in optimizers
-        for state in getattr(optimizer, "state", {}).values()
-        for value in tree_leaves(state)
-    }
-    return [
-        thing
-        for thing in living
-        if type(thing) in (torch.Tensor, nn.Parameter)
-        and thing.is_floating_point()
-        and thing.shape in shapes
-        and shard_of(thing) is None
-        and id(thing) not in known
+        if optimizer in _unequal or not _can_move(key, value, parameter, shard, _noted_owners(group, shard.layer))
     ]
 
 
 def state_that_cannot_be_saved(optimizer: Optimizer) -> str | None:
-    """Return why a checkpoint cannot have the state of ``optimizer``, and what to do; None if it can."""
+    """Return why a checkpoint cannot have an optimizer's state, and what to do; None if it can. A collective."""
+    world = world_of(optimizer)
+    name = None if world is None or type(optimizer) in ELEMENTWISE else in_other_forms(optimizer, world)
+    if name is not None:
+        _unequal.add(optimizer)
+        return _cannot_save(optimizer, f"state of {name} is in eight bits on some ranks, and not on others,")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shard = shard_of(parameter)
-            split = shard is not None and shard.world.group is not None
+            shared = shard is not None and shard.world.group is not None
+            split = shared and not is_member_shard(shard)
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, torch.Tensor):
                     wrong = type(value) not in (torch.Tensor, nn.Parameter, DTensor)
-                    wrong = wrong or (split and value.ndim > 0 and value.shape != parameter.shape)
+                    stays_whole = not split or is_for_all(key, value)
+                    wrong = wrong or not (stays_whole or lines_per_row(key, value.shape, parameter.shape) is not None)
                 else:
-                    wrong = split and not isinstance(value, (int, float, str, type(None)))
+                    wrong = shared and not isinstance(value, (int, float, str, type(None)))
                 if wrong:
                     name = shard.name if shard is not None else f"a parameter of the shape {list(parameter.shape)}"
                     what = f"a {type(value).__name__}" + (f" {list(value.shape)}" if torch.is_tensor(value) else "")
-                    return (
-                        f"{type(optimizer).__name__}'s {key!r} of {name} is {what}, which hecate.save cannot write "
-                        "for any number of ranks; training is right. Save hecate.save(directory, model, step=step) "
-                        "without the optimizer, and on every rank optimizer.state_dict() in a file of its own, which "
-                        "the same rank of as many loads, with hecate.Config(reshard_every=0); or take an optimizer "
-                        "whose state is plain tensors like the parameters, such as AdamW."
-                    )
+                    return _cannot_save(optimizer, f"{key!r} of {name} is {what},")
     return None
+
+
+def _cannot_save(optimizer: Optimizer, what: str) -> str:
+    return (
+        f"{type(optimizer).__name__}'s {what} which hecate.save cannot write for any number of ranks; training is "
+        "right. Save hecate.save(directory, model, step=step) without the optimizer, and on every rank "
+        "optimizer.state_dict() in a file of its own, which the same rank of as many loads, with "
+        "hecate.Config(reshard_every=0); or take an optimizer whose state is plain tensors like the parameters, such "
+        'as AdamW. State of bitsandbytes can be saved where the elements of each expert, and with dense="shard" of '
+        "each row, are a multiple of 256."
+    )
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +202,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     world = world_of(optimizer)
     if world is not None and optimizer not in _asked:
         _asked.add(optimizer)
-        # Said now, since the first save may be hours later.
+        # Told now, since the first save may be hours later.
         problem = state_that_cannot_be_saved(optimizer)
         if problem is not None:
             warn_together(f"hecate: {problem}", world.rank, stacklevel=3)
@@ -243,7 +234,7 @@ def _gather_for_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
             shard = shard_of(parameter)
             if shard is not None and shard.world.group is not None and not is_member_shard(shard):
                 state[number] = {
-                    key: shard.gather(value) if _has_shape(value, parameter.shape) else value
+                    key: on_rows(key, value, parameter.shape, shard.gather)
                     for key, value in sorted(state[number].items())
                 }
     groups = [{"params": group["params"], **options_of(group)} for group in state_dict["param_groups"]]
@@ -263,8 +254,7 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
                 state.pop(name, None)
         elif shard is not None and shard.world.group is not None and name in state:
             state[name] = {
-                key: shard.slice(value) if _has_shape(value, shard.full_shape) else value
-                for key, value in state[name].items()
+                key: on_rows(key, value, shard.full_shape, shard.slice) for key, value in state[name].items()
             }
     return {**state_dict, "state": state}
 
@@ -273,10 +263,6 @@ def _note_if_sliced(optimizer: Optimizer) -> None:
     # State that DCP loads has no note, and was sliced for the present owners.
     if any(_NOTE not in group for group in optimizer.param_groups):
         note_owners(optimizer)
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
 
 
 def _as_text(world: World, layers: Iterable[Layer]) -> str:
@@ -318,13 +304,16 @@ def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
     state, layer = optimizer.state.get(parameter, {}), shard.layer
     for key, value in sorted(state.items()):
-        if not _can_move(value, parameter, shard, old):
+        if not _can_move(key, value, parameter, shard, old):
             raise ValueError(
                 f"hecate: {type(optimizer).__name__}'s {key!r} of {shard.name} was made or saved under other "
                 "owners of the experts, and cannot follow them: it has no line for each expert"
             )
-        if isinstance(value, torch.Tensor) and value.ndim:
-            state[key] = collectives.move_shards(value, old, layer.owners, layer.world)
+        if isinstance(value, torch.Tensor) and not is_for_all(key, value):
+            lines = _by_expert(key, value, parameter, old.counts[layer.world.rank])
+            assert lines is not None
+            moved = collectives.move_shards(lines, old, layer.owners, layer.world)
+            state[key] = moved if lines is value else moved.flatten()
 
 
 def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
@@ -338,11 +327,20 @@ def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
     return owners
 
 
-def _can_move(value: Any, parameter: nn.Parameter, shard: ExpertShard | MemberShard, owners: Owners) -> bool:
-    """Return whether a value is a number, or a tensor with a line for each expert of this rank under ``owners``."""
+def _can_move(
+    key: str, value: Any, parameter: nn.Parameter, shard: ExpertShard | MemberShard, owners: Owners
+) -> bool:
+    """Return whether a value is for all experts, or has a line for each of this rank's under ``owners``."""
     if isinstance(value, torch.Tensor):
         # What belongs to one expert can be of any shape.
-        if value.ndim == 0 or is_member_shard(shard):
+        if is_member_shard(shard):
             return type(value) is torch.Tensor
-        return value.ndim == parameter.ndim and len(value) == owners.counts[shard.world.rank]
+        mine = owners.counts[shard.world.rank]
+        return is_for_all(key, value) or _by_expert(key, value, parameter, mine) is not None
     return value is None or isinstance(value, (int, float, str))
+
+
+def _by_expert(key: str, value: torch.Tensor, parameter: nn.Parameter, experts: int) -> torch.Tensor | None:
+    if value.ndim == parameter.ndim and len(value) == experts:
+        return value
+    return by_row(key, value, (experts, *parameter.shape[1:]))

@@ -34,20 +34,8 @@ from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
 # Torch's own optimizers that treat each element alone. A class derived from one may not.
-_ELEMENTWISE = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
-}
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD SparseAdam"
+ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
 # Optimizers that need whole parameters, which no trial shows: that begins after more steps, or for some numbers only.
 _WHOLE = {"AdamP", "SGDP", "SOAP", "SWATS", "ScalableShampoo", "Shampoo"}
 # Those that need all of them.
@@ -65,7 +53,7 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
     ``args`` and ``kwargs`` are those of its step.
     """
     kind = type(optimizer)
-    if kind in _ELEMENTWISE:
+    if kind in ELEMENTWISE:
         return
     names = {cls.__name__ for cls in kind.__mro__}
     if "ZeroRedundancyOptimizer" in names:

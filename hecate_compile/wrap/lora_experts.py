@@ -20,6 +20,12 @@ from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.swapped_class import swap_class
 
 _ADAPTERS = "_hecate_adapters"
+# For messages, of what PEFT would do with experts of which a rank has a part.
+ADAPTERS_AFTERWARDS = (
+    "Call get_peft_model before hecate.compile, and give a trainer the compiled model and no peft_config. TRL's "
+    "DPOTrainer adds a second adapter as its reference unless it is given one: pass ref_model=, a second model with "
+    "the same adapter, compiled as well, or the base model if the adapter is new."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +60,11 @@ def adapter_of(module: nn.Module, key: str) -> ExpertAdapter | None:
     return found.get(key)
 
 
+def has_adapters_of_experts(module: nn.Module) -> bool:
+    """Return whether a module of experts has adapters that its parameters are read with."""
+    return _ADAPTERS in module.__dict__
+
+
 def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[ExpertsModule]:
     """Make adapters parameters of the modules in ``found``, and return these; ValueError for several or merged."""
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
@@ -72,7 +83,7 @@ def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[Exp
         experts = by_module[id(inner)]
         keys = _adopt(wrapper, experts)
         by_module[id(inner)] = replace(experts, parameters=(*experts.parameters, *keys))
-        swap_class(wrapper, {"forward": _forward})
+        swap_class(wrapper, {"forward": _forward, "update_layer": _refuse_second})
     return [by_module[id(experts.module)] for experts in found]
 
 
@@ -94,6 +105,13 @@ def _check_one_adapter(name: str, wrapper: Any) -> None:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     # The parameter is adapted where it is read.
     return self.base_layer(*args, **kwargs)
+
+
+def _refuse_second(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"hecate: a second adapter {adapter_name!r} on the experts' {self.parameter_name}, after hecate.compile. "
+        f"Experts have one adapter, here {next(iter(self.lora_A))!r}. {ADAPTERS_AFTERWARDS}"
+    )
 
 
 def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.graph_breaks import called_by, hear_graph_breaks, python_around
-from hecate.wrap.lora_experts import adapter_of
+from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
 from hecate.wrap.shard import no_longer_the_shard, shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
@@ -245,6 +245,11 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
 def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> str:
     record = shard_of(shard)
     name = record.name if record is not None else key
+    if reader.f_globals.get("__name__", "").startswith("peft."):
+        return (
+            f"hecate: PEFT would adapt {name} now, of which this rank holds only {len(shard)} of {layer.num_experts} "
+            f"experts.\n{python_around(reader)}\n{ADAPTERS_AFTERWARDS}"
+        )
     return (
         f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
         f"{len(shard)} of its {layer.num_experts} experts.\n{python_around(reader)}\n"

@@ -323,7 +323,9 @@ class Turns(Loop):
             self.evaluate()
 
     def generate(self) -> None:
-        if not hasattr(self.model, "generate") or self.drawn.attention is not None:
+        # PEFT's model has the method, whatever it is around.
+        base = self.model.get_base_model() if self.dress.adapters is not None else self.model
+        if not hasattr(base, "generate") or self.drawn.attention is not None:
             return
         length = 4 + self.rank
         prompt = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
