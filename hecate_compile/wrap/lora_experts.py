@@ -8,14 +8,14 @@ product. State dicts keep PEFT's names and shapes. Nothing here imports peft unl
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hecate.private import is_transposed, parameters_of
+from hecate.private import accumulation_hooks, gradient_hooks, is_transposed, parameters_of
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.swapped_class import swap_class
 
@@ -100,6 +100,14 @@ def _check_one_adapter(name: str, wrapper: Any) -> None:
             f"hecate.compile: {name} has adapters on the experts' {wrapper.parameter_name} ({what}). Experts can "
             "have one adapter that is not merged: delete or merge the others first, and unmerge this one."
         )
+    for kind in ("lora_A", "lora_B"):
+        weight = getattr(wrapper, kind)[adapters[0]].weight
+        if gradient_hooks(weight) or accumulation_hooks(weight):
+            raise ValueError(
+                f"hecate.compile: {name}.{kind}.{adapters[0]}.weight has a gradient hook, and each rank keeps the "
+                "adapters of its own experts in another shape. Register it after hecate.compile, on what "
+                "model.named_parameters() has then."
+            )
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,9 +134,24 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
             weight = weight.clone(memory_format=torch.contiguous_format)
             parameters_of(inner)[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
             parameters_of(linear)["weight"] = None
+            for module in (linear, getattr(wrapper, kind)):
+                # As ``set_adapter`` of PEFT does.
+                module.__dict__["requires_grad_"] = _requires_grad_(module, inner, own)
     inner.__dict__.setdefault(_ADAPTERS, {})[key] = record
     _load_by_old_names(record, experts.num_experts)
     return down, up
+
+
+def _requires_grad_(module: nn.Module, inner: nn.Module, key: str) -> Callable[[bool], nn.Module]:
+    """Return what freezes and thaws an adapter by the modules that had its weight."""
+
+    def requires_grad_(requires_grad: bool = True) -> nn.Module:
+        parameter = parameters_of(inner)[key]
+        assert parameter is not None
+        parameter.requires_grad_(requires_grad)
+        return module
+
+    return requires_grad_
 
 
 # PEFT's shapes: [E r, in], expert by expert; [out, r E], with the experts as the last of the two.

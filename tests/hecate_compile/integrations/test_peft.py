@@ -212,6 +212,28 @@ def test_one_process() -> None:
     assert set(model.state_dict()) == set(reference.state_dict())
 
 
+def test_adapters_of_experts_freeze_and_thaw_where_they_were() -> None:
+    model: Any = adapted("qwen3_moe")
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    layer = next(m for name, m in model.named_modules() if name.endswith("mlp.experts") and hasattr(m, "lora_A"))
+    own = {name: p for name, p in model.named_parameters() if "experts" in name and "lora_" in name}
+    for part, wanted in ((layer.lora_A["default"], ["lora_A"]), (layer.lora_B, ["lora_A", "lora_B"])):
+        assert part.requires_grad_(False) is part
+        frozen = {name.rpartition("_proj_")[2] for name, p in own.items() if not p.requires_grad}
+        assert sorted(frozen) == wanted
+    layer.lora_A.requires_grad_(True)
+    layer.lora_B["default"].requires_grad_()
+    assert all(p.requires_grad for p in own.values())
+
+
+def test_a_hook_on_an_adapter_of_experts_is_refused() -> None:
+    model: Any = adapted("qwen3_moe")
+    layer = next(m for name, m in model.named_modules() if name.endswith("mlp.experts") and hasattr(m, "lora_A"))
+    layer.lora_A["default"].weight.register_hook(torch.abs)
+    with pytest.raises(ValueError, match=r"experts\.lora_A\.default\.weight has a gradient hook"):
+        hecate.compile(model)
+
+
 def test_two_adapters_on_experts_are_refused() -> None:
     from peft import LoraConfig
 
