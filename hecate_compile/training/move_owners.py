@@ -179,8 +179,8 @@ class OwnerMover:
     def _have_gradients(self, members: Sequence[nn.Parameter]) -> list[bool]:
         """Return which experts have a gradient, on their owner; a collective."""
         world = self.mesh.everyone
-        has = torch.tensor([p.grad is not None and p.numel() > 0 for p in members], dtype=torch.int64)
-        has = has.to(world.control_device)
+        own = [p.grad is not None and p.numel() > 0 for p in members]
+        has = torch.tensor(own, dtype=torch.int64, device=world.control_device)
         collectives.all_reduce(has, world)
         return [bool(number) for number in has.tolist()]
 

@@ -84,6 +84,9 @@ def adopt_adapters(model: nn.Module, found: Sequence[ExpertsModule]) -> list[Exp
         keys = _adopt(wrapper, experts)
         by_module[id(inner)] = replace(experts, parameters=(*experts.parameters, *keys))
         swap_class(wrapper, {"forward": _forward, "update_layer": _refuse_second})
+        # What it is around, by which the base is frozen, and not this adapter, which is in there now.
+        base = wrapper.base_layer
+        base.__dict__["requires_grad_"] = _requires_grad_without_outer(base, inner)
     return [by_module[id(experts.module)] for experts in found]
 
 
@@ -149,6 +152,21 @@ def _requires_grad_(module: nn.Module, inner: nn.Module, key: str) -> Callable[[
         parameter = parameters_of(inner)[key]
         assert parameter is not None
         parameter.requires_grad_(requires_grad)
+        return module
+
+    return requires_grad_
+
+
+def _requires_grad_without_outer(module: nn.Module, inner: nn.Module) -> Callable[[bool], nn.Module]:
+    """Return what freezes and thaws a module around ``inner``, but for adapters of wrappers around the module."""
+
+    def requires_grad_(requires_grad: bool = True) -> nn.Module:
+        within, own = {*module.modules()}, parameters_of(inner)
+        outer = [record for record in inner.__dict__[_ADAPTERS].values() if record.wrapper not in within]
+        others = {id(own[key]) for record in outer for _, key in record.kinds}
+        for parameter in module.parameters():
+            if id(parameter) not in others:
+                parameter.requires_grad_(requires_grad)
         return module
 
     return requires_grad_

@@ -224,6 +224,14 @@ def test_adapters_of_experts_freeze_and_thaw_where_they_were() -> None:
     layer.lora_A.requires_grad_(True)
     layer.lora_B["default"].requires_grad_()
     assert all(p.requires_grad for p in own.values())
+    layer.get_base_layer().requires_grad_(True)
+    layer.base_layer.requires_grad_(False)
+    kept = {
+        name.rpartition("experts.")[2]: p.requires_grad for name, p in model.named_parameters() if "experts" in name
+    }
+    assert sorted(name for name, trained in kept.items() if trained) == [
+        f"base_layer.base_layer.{layer.parameter_name}_lora_{half}" for half in "AB"
+    ]
 
 
 def test_a_hook_on_an_adapter_of_experts_is_refused() -> None:
