@@ -43,7 +43,8 @@ def _new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(
                 f"hecate: DistributedDataParallel around a {type(module).__name__} that contains a compiled model "
                 f"({inner[0]}) would copy rank 0's experts over everybody else's. Give hecate.compile the whole "
-                "module, or leave DistributedDataParallel out. With Lightning that is "
+                "module, or leave DistributedDataParallel out. With PEFT call get_peft_model before hecate.compile, "
+                "and give a trainer no peft_config; with Lightning take "
                 "Trainer(strategy=hecate.lightning.HecateStrategy(), devices=...)."
             )
     return object.__new__(cls)

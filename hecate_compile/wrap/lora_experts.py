@@ -23,8 +23,8 @@ _ADAPTERS = "_hecate_adapters"
 # For messages, of what PEFT would do with experts of which a rank has a part.
 ADAPTERS_AFTERWARDS = (
     "Call get_peft_model before hecate.compile, and give a trainer the compiled model and no peft_config. TRL's "
-    "DPOTrainer adds a second adapter as its reference unless it is given one: pass ref_model=, a second model with "
-    "the same adapter, compiled as well, or the base model if the adapter is new."
+    "DPOTrainer adds a second adapter as its reference unless it is given one: pass ref_model=, a second model into "
+    "which the adapter is merged (merge_and_unload), or the base if the adapter is new; it may be compiled as well."
 )
 
 
