@@ -113,14 +113,16 @@ def grpo(folder: str, wrap: Wrap) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    def vowels(completions: list[str], **_: Any) -> list[float]:
-        return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+    def early_letters(completions: list[str], **_: Any) -> list[float]:
+        return [-sum(map(ord, text)) / 100 for text in completions]
 
-    arguments = GRPOConfig(
-        folder, per_device_train_batch_size=4, num_generations=4, max_completion_length=6, **OPTIONS
-    )
+    # Each length of a text is one more graph.
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 2}
+    arguments = GRPOConfig(folder, **(OPTIONS | sizes | {"max_steps": 1}))
     data = Dataset.from_list([{"prompt": text[:8]} for text in texts()])
-    return GRPOTrainer(wrap(model_of(folder)), vowels, arguments, train_dataset=data, processing_class=tokenizer())
+    return GRPOTrainer(
+        wrap(model_of(folder)), early_letters, arguments, train_dataset=data, processing_class=tokenizer()
+    )
 
 
 TRAINERS: dict[str, Callable[[str, Wrap], Any]] = {
@@ -131,7 +133,7 @@ TRAINERS: dict[str, Callable[[str, Wrap], Any]] = {
     "DPO, LoRA on experts": lambda folder, wrap: dpo(folder, wrap, EXPERTS, reference=True),
     "GRPO": grpo,
 }
-KINDS = list(TRAINERS) if ALL else [kind for kind in TRAINERS if kind != "DPO with a reference"]
+KINDS = list(TRAINERS) if ALL else ["SFT", "DPO, LoRA", "DPO, LoRA on experts", "GRPO"]
 
 
 def logs_of(trainer: Any) -> dict[str, list[float]]:
@@ -196,7 +198,7 @@ def test_numbers_are_those_of_data_parallel(ranks: list[dict[str, Any]], kind: s
         for key, values in result["expected"].items():
             assert result["found"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
         assert result["error"] < 1e-5 and result["moved"] > 1e-3, result
-    assert len(ranks[0][kind]["expected"]["loss"]) == 2, "rank 0 logs"
+    assert ranks[0][kind]["expected"]["loss"], "rank 0 logs"
 
 
 def test_adapters_that_come_too_late_are_refused_with_a_way_out(folder: str) -> None:
