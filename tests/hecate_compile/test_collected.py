@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.extent import ALL
 from tests.support.models import PlainLanguageModel, PlainMoE, batch
 from tests.support.parity import run_step
 from tests.support.ranks import run_ranks
@@ -137,7 +138,7 @@ def train_and_drop(models: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("models", [pytest.param(100, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("models", [100 if ALL else 12])
 def test_a_process_that_lets_models_go_neither_grows_nor_slows(models: int) -> None:
     """Twenty in the first part are a warm-up; of twelve it is four."""
     (found,) = run_ranks(train_and_drop, 1, models=models, timeout=1200)

@@ -17,7 +17,10 @@ from tests.support.parity import state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_trl"
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not ALL, reason="needs trl, and minutes of compiling: with HECATE_TESTS=all"),
+]
 
 OPTIONS: dict[str, Any] = {
     "max_steps": 2,
