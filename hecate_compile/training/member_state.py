@@ -65,9 +65,8 @@ def gather_members(state: State, members: _Members, world: World) -> dict[nn.Par
         found = {key: value for key, value in told.get(number, {}).items() if not isinstance(value, list)}
         for key, one in _tensors(told.get(number, {})):
             mine = state[parameter][key] if shard.owned else torch.empty(0, device=world.device)
-            alone = Owners((shard.layer.owners.ranks[shard.expert],), world.size)
             row = _as_bytes(mine, world.device).reshape(int(shard.owned), one.bytes)
-            found[key] = one.read(collectives.gather_shards(row, alone, world)[0])
+            found[key] = one.read(shard.from_owner(row))
         if found:
             whole[parameter] = found
     return whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import torch
@@ -22,11 +22,11 @@ from hecate.wrap.shard import Shard, as_parameter, shard_of
 
 
 @dataclass(frozen=True)
-class ExpertShard:
-    """The experts that this rank owns, of one parameter ``[E, ...]``; see :class:`hecate.wrap.shard.Shard`."""
+class _OfLayer:
+    """What the records of experts have in common; see :class:`hecate.wrap.shard.Shard`."""
 
     name: str
-    layer: Layer  # its owners say which experts the rows are
+    layer: Layer  # its owners say which experts a rank has
     full_shape: torch.Size
     part: str = "experts"
     length_varies: bool = True
@@ -34,6 +34,11 @@ class ExpertShard:
     @property
     def world(self) -> World:
         return self.layer.world
+
+
+@dataclass(frozen=True)
+class ExpertShard(_OfLayer):
+    """The experts that this rank owns, of one parameter ``[E, ...]``: a row for each."""
 
     @property
     def experts(self) -> list[int]:
@@ -48,31 +53,28 @@ class ExpertShard:
 
 
 @dataclass(frozen=True)
-class MemberShard:
+class MemberShard(_OfLayer):
     """A parameter of one expert in a list: whole on its owner, and empty on the other ranks."""
 
-    name: str
-    layer: Layer
-    expert: int
-    full_shape: torch.Size
-    part: str = "experts"
-    length_varies: bool = True
+    expert: int = field(kw_only=True)
 
     @property
-    def world(self) -> World:
-        return self.layer.world
+    def owner(self) -> int:
+        return self.layer.owners.ranks[self.expert]
 
     @property
     def owned(self) -> bool:
-        return self.layer.owners.ranks[self.expert] == self.world.rank
+        return self.owner == self.world.rank
 
     def slice(self, full: torch.Tensor) -> torch.Tensor:
         return full.clone() if self.owned else full.new_empty((0, *full.shape[1:]))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        alone = Owners((self.layer.owners.ranks[self.expert],), self.world.size)
-        rows = local[None] if self.owned else local.new_empty((0, *self.full_shape))
-        return collectives.gather_shards(rows, alone, self.world)[0]
+        return self.from_owner(local[None] if self.owned else local.new_empty((0, *self.full_shape)))
+
+    def from_owner(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the owner's ``row``, ``[1, ...]``, on every rank as ``[...]``; others give ``[0, ...]``."""
+        return collectives.gather_shards(row, Owners((self.owner,), self.world.size), self.world)[0]
 
 
 def is_expert_shard(shard: Shard | None) -> TypeGuard[ExpertShard]:

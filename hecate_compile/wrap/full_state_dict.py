@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hecate.private import parameters_of
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import meet
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.expert_shards import is_member_shard
-from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, shard_of
+from hecate.wrap.find_experts import ExpertsModule
+from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, note_shard, shard_of
+from hecate.wrap.stack_experts import ExpertStack, stack_of
 
 Site = tuple[nn.Module, str]
 
@@ -89,6 +93,74 @@ def _keep_full(
 
     module.register_state_dict_post_hook(gather)
     module.register_load_state_dict_pre_hook(slice)
+
+
+def keep_lists_full(found: Sequence[ExpertsModule]) -> None:
+    """Make state dicts of lists of experts, and of modules in them, show and take whole parameters."""
+    for experts in found:
+        stack = stack_of(experts)
+        if stack is not None:
+            _keep_list_full(experts.module, stack)
+
+
+def _keep_list_full(experts: nn.Module, stack: ExpertStack) -> None:
+    showing = False
+
+    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal showing
+        showing = True
+
+    def gather_all(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        nonlocal showing
+        showing = False
+        stack.tie()
+        for key, name in stack.names.items():
+            stacked, shard = stack.at(key)
+            if shard.world.group is None or f"{prefix}{stack.labels[0]}.{name}" not in state:
+                continue
+            with doing("state_dict"):
+                full = collectives.gather_shards(stacked.detach(), shard.layer.owners, shard.world)
+            for expert, label in enumerate(stack.labels):
+                # Memory of its own: files of tensors want no views.
+                state[f"{prefix}{label}.{name}"] = full[expert].clone()
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        # All experts are gathered together, unless the state dict is that of a module in the list.
+        for name, parameter in parameters_of(module).items():
+            record = shard_of(parameter)
+            if not showing and parameter is not None and is_member_shard(record) and record.world.group is not None:
+                with doing("state_dict"):
+                    state[prefix + name] = record.gather(parameter.detach())
+
+    def slice(
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for name, parameter in parameters_of(module).items():
+            record, full = shard_of(parameter), state.get(prefix + name)
+            if full is None or not is_member_shard(record):
+                continue
+            if full.shape != record.full_shape:
+                errors.append(
+                    f"{prefix + name}: the checkpoint has {list(full.shape)}, the model {list(record.full_shape)}."
+                )
+                del state[prefix + name]
+                continue
+            # A parameter, which may be put in the place of the old one.
+            state[prefix + name] = own = nn.Parameter(record.slice(full.detach()), requires_grad=False)
+            note_shard(own, record)
+
+    experts.register_state_dict_pre_hook(begin)
+    experts.register_state_dict_post_hook(gather_all)
+    for module in dict.fromkeys(module for sites in stack.sites.values() for module, _ in sites):
+        module.register_state_dict_post_hook(gather)
+        module.register_load_state_dict_pre_hook(slice)
 
 
 def _shard_at(module: nn.Module, prefix: str, key: str) -> Shard:

@@ -25,7 +25,7 @@ from hecate.runtime.state.placer import Placer
 from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.expert_shards import shard_experts
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.full_state_dict import keep_state_dicts_full
+from hecate.wrap.full_state_dict import keep_lists_full, keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
 from hecate.wrap.shard import as_parameter, shard_of
 from hecate.wrap.stack_experts import split_stacks, stack_experts
@@ -66,6 +66,7 @@ def shard_model(
         warn_uninitialized(uninitialized, mesh.everyone)
     keep_state_dicts_full(model, sites, mesh.everyone)
     split_stacks(found)
+    keep_lists_full(found)
     save_adapters_by_old_names(found)
     _copy_from_rank0(model, mesh.everyone)
     return layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hecate.private import accumulation_hooks, children_of, gradient_hooks, parameters_of, set_hooks_of_tensor
-from hecate.runtime.comm import collectives
-from hecate.runtime.comm.history import doing
 from hecate.wrap.carry_over import call_hooks, carry_over_stacked
 from hecate.wrap.expert_shards import ExpertShard, MemberShard, is_expert_shard, is_member_shard
 from hecate.wrap.find_experts import STACK, ExpertsModule
@@ -62,7 +60,6 @@ def split_stacks(found: Sequence[ExpertsModule]) -> None:
         stack = stack_of(experts)
         if stack is not None:
             stack.begin()
-            _keep_state_dicts_full(experts, stack)
 
 
 def tie_stacks(found: Sequence[ExpertsModule]) -> None:
@@ -107,40 +104,35 @@ class ExpertStack(nn.Module):
 
     def begin(self) -> None:
         """Make the members' parameters views of the stack, which was sharded."""
-        for key, stacked, shard in self._stacked():
-            for parameter, record in zip(self.members(key), self._records(key), strict=True):
-                note_shard(parameter, record)
-            self._view(key, stacked, shard)
-            _add_hooks(stacked, weakref.ref(self), key)
+        for key in self.sites:
+            self._note(key)
+            self._view(key)
+            _add_hooks(self.at(key)[0], weakref.ref(self), key)
 
     def tie(self) -> None:
         """Bring the stack after its members, wherever these were moved, cast, assigned, frozen or thawed."""
-        for key, stacked, shard in self._stacked():
-            members = self.members(key)
+        for key in self.sites:
+            (stacked, shard), members = self.at(key), self.members(key)
             trained = any(parameter.requires_grad for parameter in members)
             if trained != stacked.requires_grad:
                 stacked.requires_grad_(trained)
             if not _is_tied(stacked, members, shard):
-                for parameter, record in zip(members, self._records(key), strict=True):
-                    note_shard(parameter, record)
+                self._note(key)
                 own = [members[expert].detach() for expert in shard.experts]
                 for part, expert in zip(own, shard.experts, strict=True):
                     if part.shape != shard.full_shape[1:]:
-                        raise no_longer_the_shard(self._records(key)[expert].name)
+                        raise no_longer_the_shard(self._name(key, expert))
                 like = members[0].detach()
                 fresh = torch.stack(own) if own else like.new_empty((0, *shard.full_shape[1:]))
                 refill(stacked, fresh, None)
-                self._view(key, stacked, shard)
+                self._view(key)
 
     def gradient(self, key: str) -> torch.Tensor | None:
         """Return the gradients of this rank's experts as one ``[E_r, ...]``; None if none has any.
 
         Those that were dealt out are its views.
         """
-        stacked = parameters_of(self)[key]
-        shard = shard_of(stacked)
-        assert stacked is not None and is_expert_shard(shard)
-        members = self.members(key)
+        (stacked, shard), members = self.at(key), self.members(key)
         own = [members[expert] for expert in shard.experts]
         if not any(parameter.grad is not None for parameter in own):
             return None
@@ -159,8 +151,7 @@ class ExpertStack(nn.Module):
         Without the empty ones, ranks would clip and unscale different sets. Given are those that train, or those that
         ``given`` says.
         """
-        shard = shard_of(parameters_of(self)[key])
-        assert is_expert_shard(shard)
+        _, shard = self.at(key)
         rows = {expert: row for row, expert in enumerate(shard.experts)}
         nothing = gradient.new_empty((0, *shard.full_shape[2:]))
         for expert, parameter in enumerate(self.members(key)):
@@ -170,33 +161,31 @@ class ExpertStack(nn.Module):
 
     def refilled(self, key: str, gradient: torch.Tensor | None, given: Sequence[bool] | None) -> None:
         """Make the members' parameters views of a stack that has other rows now, with those of ``gradient``."""
-        stacked = parameters_of(self)[key]
-        shard = shard_of(stacked)
-        assert stacked is not None and is_expert_shard(shard)
         for parameter in self.members(key):
             parameter.grad = None
-        self._view(key, stacked, shard)
+        self._view(key)
         if gradient is not None:
             self.deal(key, gradient, given)
 
-    def _stacked(self) -> Iterator[tuple[str, nn.Parameter, ExpertShard]]:
-        for key, stacked in parameters_of(self).items():
-            shard = shard_of(stacked)
-            assert stacked is not None and is_expert_shard(shard)
-            yield key, stacked, shard
-
-    def _records(self, key: str) -> list[MemberShard]:
+    def at(self, key: str) -> tuple[nn.Parameter, ExpertShard]:
+        """Return the stack of ``key``, with its record."""
         stacked = parameters_of(self)[key]
         shard = shard_of(stacked)
-        assert is_expert_shard(shard)
-        return [
-            MemberShard(
-                f"{self.name}.{label}.{self.names[key]}".lstrip("."), shard.layer, expert, shard.full_shape[1:]
-            )
-            for expert, label in enumerate(self.labels)
-        ]
+        assert stacked is not None and is_expert_shard(shard)
+        return stacked, shard
 
-    def _view(self, key: str, stacked: nn.Parameter, shard: ExpertShard) -> None:
+    def _note(self, key: str) -> None:
+        """Give the members their records."""
+        _, shard = self.at(key)
+        for expert, parameter in enumerate(self.members(key)):
+            record = MemberShard(self._name(key, expert), shard.layer, shard.full_shape[1:], expert=expert)
+            note_shard(parameter, record)
+
+    def _name(self, key: str, expert: int) -> str:
+        return f"{self.name}.{self.labels[expert]}.{self.names[key]}".lstrip(".")
+
+    def _view(self, key: str) -> None:
+        stacked, shard = self.at(key)
         rows = {expert: row for row, expert in enumerate(shard.experts)}
         # Detached, a view counts the stack's versions: autograd notices that a saved stack was written through it.
         whole = stacked.detach()
@@ -215,10 +204,7 @@ def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str)
         here = stack()
         if here is None:
             return gradient
-        stacked = parameters_of(here)[key]
-        shard = shard_of(stacked)
-        assert stacked is not None and is_expert_shard(shard)
-        members = here.members(key)
+        (stacked, shard), members = here.at(key), here.members(key)
         # What the members have is added to, in place where they have views of one tensor.
         stacked.grad = here.gradient(key)
         own = [(row, members[expert]) for row, expert in enumerate(shard.experts)]
@@ -232,11 +218,11 @@ def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str)
         return gradient
 
     def after(stacked: torch.Tensor) -> None:
-        here, shard, gradient = stack(), shard_of(stacked), stacked.grad
+        here, gradient = stack(), stacked.grad
         if here is None:
             return
-        assert is_expert_shard(shard) and gradient is not None
-        stacked.grad = None
+        assert gradient is not None
+        (_, shard), stacked.grad = here.at(key), None
         here.deal(key, gradient)
         members = here.members(key)
         for parameter in (members[expert] for expert in shard.experts):
@@ -285,64 +271,3 @@ def _dealt(stacked: nn.Parameter, own: Sequence[nn.Parameter]) -> torch.Tensor |
         if gradient.stride() != stacked.stride()[1:]:
             return None
     return one.as_strided(stacked.shape, stacked.stride(), start)
-
-
-def _keep_state_dicts_full(experts: ExpertsModule, stack: ExpertStack) -> None:
-    """Make state dicts of the list, and of modules in it, show and take whole parameters."""
-    showing = False
-
-    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal showing
-        showing = True
-
-    def gather_all(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        nonlocal showing
-        showing = False
-        stack.tie()
-        for key, stacked, shard in stack._stacked():
-            name = stack.names[key]
-            if shard.world.group is None or f"{prefix}{stack.labels[0]}.{name}" not in state:
-                continue
-            with doing("state_dict"):
-                full = collectives.gather_shards(stacked.detach(), shard.layer.owners, shard.world)
-            for expert, label in enumerate(stack.labels):
-                # Memory of its own: files of tensors want no views.
-                state[f"{prefix}{label}.{name}"] = full[expert].clone()
-
-    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        # All experts are gathered together, unless the state dict is that of a module in the list.
-        for name, parameter in parameters_of(module).items():
-            record = shard_of(parameter)
-            if not showing and parameter is not None and is_member_shard(record) and record.world.group is not None:
-                with doing("state_dict"):
-                    state[prefix + name] = record.gather(parameter.detach())
-
-    def slice(
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        for name, parameter in parameters_of(module).items():
-            record, full = shard_of(parameter), state.get(prefix + name)
-            if full is None or not is_member_shard(record):
-                continue
-            if full.shape != record.full_shape:
-                errors.append(
-                    f"{prefix + name}: the checkpoint has {list(full.shape)}, the model {list(record.full_shape)}."
-                )
-                del state[prefix + name]
-                continue
-            # A parameter, which may be put in the place of the old one.
-            state[prefix + name] = own = nn.Parameter(record.slice(full.detach()), requires_grad=False)
-            note_shard(own, record)
-
-    experts.module.register_state_dict_pre_hook(begin)
-    experts.module.register_state_dict_post_hook(gather_all)
-    for module in dict.fromkeys(module for sites in stack.sites.values() for module, _ in sites):
-        module.register_state_dict_post_hook(gather)
-        module.register_load_state_dict_pre_hook(slice)

@@ -41,21 +41,13 @@ class BalancedMoE(PlainMoE):
         self.register_buffer("bias", torch.zeros(experts))
         self.register_buffer("load", torch.zeros(experts))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
+    def choose(self, tokens: torch.Tensor) -> Any:
         scores = self.router(tokens).softmax(-1)
         chosen = (scores + self.bias).topk(self.choices, dim=-1).indices
-        weights = scores.gather(-1, chosen)
         if self.training:
             experts = torch.arange(self.w_in.shape[0])
             self.load.add_((chosen.detach().reshape(-1, 1) == experts).sum(0).to(self.load.dtype))
-        out = torch.zeros_like(tokens)
-        for expert in range(self.w_in.shape[0]):
-            token, choice = torch.where(chosen == expert)
-            h = torch.nn.functional.silu(tokens[token] @ self.w_in[expert])
-            h = h @ self.w_out[expert] + self.b_out[expert]
-            out.index_add_(0, token, h * weights[token, choice, None])
-        return out.view_as(hidden)
+        return scores.gather(-1, chosen), chosen
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from random import Random
 
 from tests.fuzz.draw import Drawn, draw_model
 from tests.fuzz.dressed import Dress
+from tests.fuzz.pair import GROUPS, OPTIMIZERS
 from tests.fuzz.run import CLIPS, TOLERANCE
-from tests.fuzz.turns import GROUPS, OPTIMIZERS, TURNS, Turns
+from tests.fuzz.turns import TURNS, Turns
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import pytest
 from tests.fuzz.__main__ import fuzz, live
 from tests.fuzz.draw import ACTIONS, FAULTS, draw_case, draw_model
 from tests.fuzz.life import Life, draw_life
+from tests.fuzz.pair import GROUPS
 from tests.fuzz.run import CLIPS
-from tests.fuzz.turns import GROUPS, TURNS
+from tests.fuzz.turns import TURNS
 from tests.support.extent import ALL
 
 _SEED, _MODELS, _CASES = 3, 5 if ALL else 3, 40 if ALL else 12

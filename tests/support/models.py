@@ -60,9 +60,12 @@ class PlainMoE(nn.Module):
         self.w_out = nn.Parameter(torch.randn(experts, intermediate, hidden) * intermediate**-0.5)
         self.b_out = nn.Parameter(torch.randn(experts, hidden) * 0.1)
 
+    def choose(self, tokens: torch.Tensor) -> Any:
+        return self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        weights, chosen = self.choose(tokens)
         out = torch.zeros_like(tokens)
         for expert in range(self.w_in.shape[0]):
             token, choice = torch.where(chosen == expert)

@@ -203,8 +203,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
         counts = shard.counts
         here = here[: counts[world.rank]]
     elif is_member_shard(shard):
-        owner = shard.layer.owners.ranks[shard.expert]
-        counts = [len(tensor.like) if rank == owner else 0 for rank in range(world.size)]
+        counts = [len(tensor.like) if rank == shard.owner else 0 for rank in range(world.size)]
     else:
         assert is_expert_shard(shard)
         counts = shard.layer.owners.counts

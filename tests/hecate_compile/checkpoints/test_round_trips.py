@@ -62,7 +62,7 @@ def _as_rank(
     shards: list[Any] = [
         ExpertShard("experts.up", layer, full["experts.up"].shape),
         ExpertShard("experts.bias", layer, full["experts.bias"].shape),
-        *(MemberShard(name, layer, expert, full[name].shape) for expert, name in enumerate(members)),
+        *(MemberShard(name, layer, full[name].shape, expert=expert) for expert, name in enumerate(members)),
         dense,
     ]
     state, alive = {}, [layer, dense]

@@ -18,7 +18,7 @@ from tests.support.adversaries import Restless
 from tests.support.extent import ALL
 from tests.support.models import batch, build
 from tests.support.parity import state_error
-from tests.support.ranks import run_ranks
+from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_peft"
 
@@ -74,6 +74,7 @@ def train(kind: str) -> dict[str, Any]:
         "exchanged": len(hecate.stats(model).layers),
         "skipped": [skip.reason for skip in explanation.skipped],
         "graphs": len(explanation.graphs),
+        "merged": [message_of(model.merge_adapter), message_of(model.merge_and_unload)],
     }
     # Saved by all ranks, read by a plain model; and back.
     from peft import PeftModel, set_peft_model_state_dict
@@ -188,6 +189,7 @@ def results(kind: str) -> list[dict[str, Any]]:
 def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
     for found in results(kind):
         assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
+        assert all("after hecate.compile: the adapter of" in said for said in found["merged"]), found["merged"]
         assert found["same names"] and found["loaded"]
         assert (found["exchanged"], found["skipped"], found["graphs"]) == (1, [], 1), found["skipped"]
         # The list has no config that a plain model could be built from again.
@@ -240,6 +242,34 @@ def test_a_hook_on_an_adapter_of_experts_is_refused() -> None:
     layer.lora_A["default"].weight.register_hook(torch.abs)
     with pytest.raises(ValueError, match=r"experts\.lora_A\.default\.weight has a gradient hook"):
         hecate.compile(model)
+
+
+def test_adapters_on_attention_are_merged() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        models.append(get_peft_model(build("qwen3_moe", layers=1), config))
+    model, reference = models
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    ids = batch(0, rows=2)
+    for act in (lambda one: one, lambda one: one.merge_adapter(), lambda one: one.unmerge_adapter()):
+        for one in models:
+            act(one)
+        loss, expected = (one(input_ids=ids, labels=ids).loss for one in models)
+        assert torch.allclose(loss, expected)
+        # A merged adapter is not read.
+        assert loss.requires_grad == expected.requires_grad
+        for one, value in zip(models, (loss, expected), strict=True):
+            one.zero_grad()
+            if value.requires_grad:
+                value.backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None and theirs.grad is not None:
+                assert torch.allclose(ours.grad, theirs.grad, atol=1e-6), name
 
 
 def test_two_adapters_on_experts_are_refused() -> None:
