@@ -139,7 +139,8 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     )
     # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     whole = found.config.attention is not None
-    traces = Traces(model, backend, changes, fullgraph=whole, text_model=found.text_model)
+    written = set[int]()
+    traces = Traces(model, backend, changes, written, fullgraph=whole, text_model=found.text_model)
     owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.mesh)
     forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
     set_compiled_call(model, forward)
@@ -156,6 +157,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         forward=forward,
         loops=found.loops.places,
         text_model=next((name for name, module in model.named_modules() if module is found.text_model), ""),
+        written=written,
     ).attach(model)
     # Wrappers for data parallelism have a method of this name, which accelerate looks for.
     model.__dict__["no_sync"] = no_sync(sharded.sync)
@@ -220,7 +222,17 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
     )
     shard_dense = config.dense == "shard" and group.size > 1
     towers = towers_beside(found.text_model, model) if found.text_model is not None else ()
-    layers = shard_model(model, experts, found.mesh, placer, sync, carrier, shard_dense=shard_dense, towers=towers)
+    layers = shard_model(
+        model,
+        experts,
+        found.mesh,
+        placer,
+        sync,
+        carrier,
+        left_out=found.loops.left_out,
+        shard_dense=shard_dense,
+        towers=towers,
+    )
     replicated = install_reads(model, sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:

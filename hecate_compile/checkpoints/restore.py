@@ -41,7 +41,8 @@ from hecate.checkpoints.run_state import (
 from hecate.checkpoints.safety.files import CorruptError
 from hecate.checkpoints.safety.plain_data import read_plain
 from hecate.checkpoints.safety.tensor_index import TensorReader, read_index
-from hecate.checkpoints.state_dicts import LogicalTensor, get_model_state_dict
+from hecate.checkpoints.state_dicts import LogicalTensor, get_model_state_dict, sites_of
+from hecate.compiled_model import compiled_model_of, is_compiled
 
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
@@ -210,6 +211,10 @@ class Restoring:
             tensors[optimizer_name(number)] = {"state": room.tensors}
             prepared.append(room)
         self._read(tensors)
+        if is_compiled(model):
+            # What a checkpoint had of a frozen base was trained before, and is in the next one, too.
+            written = {id(site.parameter) for site in sites_of(model) if site.name in saved}
+            compiled_model_of(model, "load").written.update(written)
         for room, optimizer, kept in zip(prepared, optimizers, self.run["optimizers"], strict=False):
             self._usable(partial(set_plain, model, optimizer, kept["plain"]))
             self._usable(partial(set_options, optimizer, kept["groups"], room.groups))

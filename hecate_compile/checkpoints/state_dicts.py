@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hecate.compiled_model import is_compiled
+from hecate.compiled_model import compiled_model_of, is_compiled
 from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.runtime.ops.dense import DenseShard
 from hecate.training.state_layout import is_for_all, lines_per_row
@@ -184,7 +184,7 @@ def check_no_adapters(model: nn.Module, function: str, way_out: str) -> None:
 
 
 def frozen_base(model: nn.Module) -> set[str]:
-    """Return all names in the plain model's state dict of parameters that are frozen and no adapter's."""
+    """Return all names in the plain model's state dict of parameters that are no adapter's, and frozen all along."""
     adapters = {
         id(parameter)
         for module in model.modules()
@@ -192,10 +192,11 @@ def frozen_base(model: nn.Module) -> set[str]:
         for part in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
         for parameter in _parameters_at(module, part)
     }
+    ours = adapters | (compiled_model_of(model, "save").written if is_compiled(model) else set())
     return {
         site.name
         for site in sites_of(model)
-        if not site.parameter.requires_grad and id(site.parameter) not in adapters and "lora_" not in site.name
+        if not site.parameter.requires_grad and id(site.parameter) not in ours and "lora_" not in site.name
     }
 
 

@@ -39,14 +39,15 @@ def shard_model(
     sync: GradientSync,
     carrier: Carrier,
     *,
+    left_out: Collection[str],
     shard_dense: bool,
     towers: Collection[nn.Module] = (),
 ) -> list[Layer]:
     """Shard the experts, and with ``shard_dense`` all else but ``towers``; return each experts module's record.
 
-    A collective.
+    A collective. Experts modules that are named in ``left_out`` do not call experts that have no rows.
     """
-    stack_experts(found)
+    stack_experts(found, left_out)
     sites = ParameterSites(model)
     dense = DenseSharding(found, sites, sync, towers) if shard_dense else None
     experts = {id(e.module): e for e in found}

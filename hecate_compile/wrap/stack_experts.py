@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,14 @@ def stack_of(experts: ExpertsModule) -> ExpertStack | None:
     return found
 
 
-def stack_experts(found: Sequence[ExpertsModule]) -> None:
-    """Make a stack of whole parameters ``[E, ...]`` for every list; :func:`split_stacks` gives members their rows."""
+def stack_experts(found: Sequence[ExpertsModule], left_out: Collection[str]) -> None:
+    """Make a stack of whole parameters ``[E, ...]`` for every list; :func:`split_stacks` gives members their rows.
+
+    Lists that are named in ``left_out`` belong to code that does not call experts without rows.
+    """
     for experts in found:
         if experts.members:
-            experts.module.__dict__[STACK] = ExpertStack(experts)
+            experts.module.__dict__[STACK] = ExpertStack(experts, experts.name in left_out)
 
 
 def split_stacks(found: Sequence[ExpertsModule]) -> None:
@@ -73,12 +76,13 @@ def tie_stacks(found: Sequence[ExpertsModule]) -> None:
 class ExpertStack(nn.Module):
     """The parameters ``[E_r, ...]`` that graphs read for experts in a list; no child of the model.
 
-    A gradient is dealt out to the members as soon as it is there, as views, and the stack keeps none.
+    A gradient is dealt out to the members as soon as it is there, as views, and the stack keeps none. Where the
+    model's code ``leaves_out`` experts without rows, those that no rank has a row for get none.
     """
 
-    def __init__(self, experts: ExpertsModule) -> None:
+    def __init__(self, experts: ExpertsModule, leaves_out: bool) -> None:
         super().__init__()
-        self.name = experts.name
+        self.name, self.leaves_out = experts.name, leaves_out
         self.labels = [label for label, m in children_of(experts.module).items() if m in set(experts.members)]
         # By key, expert by expert: the module that has the parameter, and its name there.
         self.sites: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -145,6 +149,23 @@ class ExpertStack(nn.Module):
                 whole[row] = parameter.grad
         return whole
 
+    def left_out(self, key: str, gradient: torch.Tensor) -> set[int]:
+        """Return the experts that no rank had a row for, which have no gradient so far, and get none.
+
+        Args:
+            gradient: what this backward brings, ``[E_r, ...]``.
+        """
+        if not self.leaves_out or (gradient.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return set()
+        _, shard = self.at(key)
+        counts = shard.layer.counts
+        unused = {expert for expert, p in enumerate(self.members(key)) if p.grad is None}
+        # Where experts are gathered nobody counts rows, and an owner alone sees that there were none.
+        unused &= {*shard.experts} if counts is None else {*(counts.sum(0) == 0).nonzero().flatten().tolist()}
+        # Another forward may have been counted since.
+        used = {expert for row, expert in enumerate(shard.experts) if expert in unused and gradient[row].any()}
+        return unused - used
+
     def deal(self, key: str, gradient: torch.Tensor, given: Sequence[bool] | None = None) -> None:
         """Give experts their row of ``gradient``, ``[E_r, ...]``, and an empty one to those that other ranks own.
 
@@ -199,15 +220,20 @@ class ExpertStack(nn.Module):
 def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str) -> None:
     """Deal out the gradients of ``stacked``, and call the hooks that users put on the members."""
 
+    # Of the backward that is under way.
+    left_out = set[int]()
+
     # A hook that held its own parameter would keep it for ever. Where the model is gone, a loss may still be there.
     def before(gradient: torch.Tensor) -> torch.Tensor:
         here = stack()
         if here is None:
             return gradient
         (stacked, shard), members = here.at(key), here.members(key)
+        left_out.clear()
+        left_out.update(here.left_out(key, gradient))
         # What the members have is added to, in place where they have views of one tensor.
         stacked.grad = here.gradient(key)
-        own = [(row, members[expert]) for row, expert in enumerate(shard.experts)]
+        own = [(row, members[expert]) for row, expert in enumerate(shard.experts) if expert not in left_out]
         changed = [(row, p) for row, p in own if (gradient_hooks(p) if p.requires_grad else p.grad is not None)]
         if changed:
             gradient = gradient.clone()
@@ -223,9 +249,9 @@ def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str)
             return
         assert gradient is not None
         (_, shard), stacked.grad = here.at(key), None
-        here.deal(key, gradient)
         members = here.members(key)
-        for parameter in (members[expert] for expert in shard.experts):
+        here.deal(key, gradient, [p.requires_grad and expert not in left_out for expert, p in enumerate(members)])
+        for parameter in (members[expert] for expert in shard.experts if expert not in left_out):
             for hook in list((accumulation_hooks(parameter) or {}).values()) if parameter.requires_grad else ():
                 hook(parameter)
 

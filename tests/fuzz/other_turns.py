@@ -110,11 +110,6 @@ class OtherTurns(TrainingTurns):
         self.buffers.turn_to(0)
         weights = copy.deepcopy(self.reference.state_dict())
         self.buffers.turn_to(self.rank)
-        if self.dress.adapters is not None:
-            # A checkpoint of adapters is for the base that is under them, and has nothing of it that is frozen.
-            for name, parameter in self.reference.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad and "lora_" not in name:
-                    del weights[name]
         self.saved = Path(folder[0]), weights, copy.deepcopy(self.optimizers[1].state_dict())
 
     def load(self) -> None:
@@ -124,7 +119,7 @@ class OtherTurns(TrainingTurns):
         hecate.load(folder, self.model, self.optimizers[0])
         for rank in range(self.size):
             self.buffers.turn_to(rank)
-            self.reference.load_state_dict(weights, strict=False)
+            self.reference.load_state_dict(weights)
         self.buffers.turn_to(self.rank)
         self.optimizers[1].load_state_dict(copy.deepcopy(state))
 

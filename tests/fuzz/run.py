@@ -131,15 +131,6 @@ class Loop:
         self.update()
 
     def update(self) -> None:
-        # An expert without tokens has no gradient where it is a module of its own, and zeros as a part of one.
-        for name, parameter in self.reference.named_parameters():
-            if (
-                parameter.grad is None
-                and parameter.requires_grad
-                and ".experts." in name
-                and self.drawn.options["policy"] != "replicate"
-            ):
-                parameter.grad = torch.zeros_like(parameter)
         if self.case.clip is not None:
             ours = CLIPS[self.case.clip](self.model)
             theirs = CLIPS[self.case.clip.replace("hecate", "torch")](self.reference)

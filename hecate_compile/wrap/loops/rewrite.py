@@ -35,10 +35,15 @@ class _Rewritten:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedLoops:
-    """Places where model code was changed, as ``file:line``, and how, as the lines of a unified diff."""
+    """Loops in model code that were changed.
+
+    ``places`` are lines, as ``file:line``, and ``diff`` those of a unified diff. ``left_out`` are names of experts
+    modules whose code does not call an expert that has no rows, and so gives it no gradient.
+    """
 
     places: tuple[str, ...] = ()
     diff: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
 
 
 def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
@@ -52,6 +57,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
             near.setdefault(name, []).append(experts)
     done: dict[tuple[FunctionType, bool], _Rewritten | None] = {}
     places: dict[str, None] = {}
+    left_out: set[str] = set()
     diffs: dict[FunctionType, list[str]] = {}
     for name, module in list(model.named_modules()):
         if name not in near:
@@ -71,12 +77,15 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
                 file = inspect.unwrap(function).__code__.co_filename
                 if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}", ranks):
                     continue
+                if rewritten.loop is not None:
+                    left_out |= {experts.name for experts in near[name]}
                 changed[key] = rewritten.function
                 diffs[function] = rewritten.diff
                 places |= dict.fromkeys(f"{file}:{line}" for line in rewritten.lines)
         if changed:
             swap_class(module, changed)
-    return ChangedLoops(places=tuple(places), diff=tuple(line for diff in diffs.values() for line in diff))
+    lines = tuple(line for diff in diffs.values() for line in diff)
+    return ChangedLoops(places=tuple(places), diff=lines, left_out=frozenset(left_out))
 
 
 def _mind(near: Sequence[ExpertsModule], loop: str, ranks: int) -> bool:

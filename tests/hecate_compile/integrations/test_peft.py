@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import small
@@ -281,3 +282,30 @@ def test_two_adapters_on_experts_are_refused() -> None:
         hecate.compile(model)
     # Nothing was changed.
     assert torch.isfinite(model(input_ids=batch(0, rows=2)).logits).all()
+
+
+def test_a_part_of_the_base_that_was_trained_and_frozen_again_is_saved(tmp_path: Path) -> None:
+    """What was frozen all along is left out, also by a run that went on from the checkpoint."""
+
+    def compiled() -> Any:
+        return hecate.compile(adapted("qwen3_moe"), hecate.Config(backend="aot_eager"))
+
+    def base(checkpoint: Path) -> set[str]:
+        names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        return {name.rpartition("model.")[2] for name in names if "lora_" not in name}
+
+    model = compiled()
+    norm = next(module for name, module in model.named_modules() if name.endswith("model.norm"))
+    for trains in (True, False):
+        norm.requires_grad_(trains)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        loss = model(input_ids=batch(0, rows=2), labels=batch(0, rows=2)).loss
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    assert state_error(compiled().state_dict(), model.state_dict()) > 1e-3
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert base(hecate.save(folder, model, step=2)) == {"norm.weight"}
+        model, before = compiled(), model
+        hecate.load(folder, model)
+        assert state_error(model.state_dict(), before.state_dict()) == 0.0

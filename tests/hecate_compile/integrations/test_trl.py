@@ -17,10 +17,7 @@ from tests.support.parity import state_error
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_trl"
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(not ALL, reason="needs trl, and minutes of compiling: with HECATE_TESTS=all"),
-]
+pytestmark = pytest.mark.distributed
 
 OPTIONS: dict[str, Any] = {
     "max_steps": 2,
@@ -136,7 +133,8 @@ TRAINERS: dict[str, Callable[[str, Wrap], Any]] = {
     "DPO, LoRA on experts": lambda folder, wrap: dpo(folder, wrap, EXPERTS, reference=True),
     "GRPO": grpo,
 }
-KINDS = list(TRAINERS) if ALL else ["SFT", "DPO, LoRA", "DPO, LoRA on experts", "GRPO"]
+# Each compiles for half a minute or more.
+KINDS = list(TRAINERS) if ALL else ["SFT", "DPO", "GRPO"]
 
 
 def logs_of(trainer: Any) -> dict[str, list[float]]:
@@ -204,6 +202,7 @@ def test_numbers_are_those_of_data_parallel(ranks: list[dict[str, Any]], kind: s
     assert ranks[0][kind]["expected"]["loss"], "rank 0 logs"
 
 
+@pytest.mark.skipif(not ALL, reason="a minute of compiling: with HECATE_TESTS=all")
 def test_adapters_that_come_too_late_are_refused_with_a_way_out(folder: str) -> None:
     for said in run_ranks(f"{_HERE}:refuse", 2, folder=folder, timeout=200):
         assert "contains a compiled model (base_model.model)" in said["around"]

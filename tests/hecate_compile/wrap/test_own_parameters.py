@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import hecate
-from tests.hecate_compile.wrap.test_stack_experts import small
+from tests.hecate_compile.wrap.test_stack_experts import DictMoE, small
 from tests.support.adversaries import Anything
 from tests.support.models import batch
 from tests.support.parity import run_step, state_error
@@ -196,6 +196,61 @@ def test_they_train_as_in_one_process(tmp_path: Path) -> None:
     for found in run_ranks(train, 2, folder=str(tmp_path)):
         assert found["names"] and found["attribute"] == 0.5
         assert max(found["off"].values()) < 2e-5, found["off"]
+
+
+class ChoosyMoE(DictMoE):
+    """One whose router has a bias, by which experts can be kept from having tokens."""
+
+    def __init__(self, hidden: int, *sizes: int) -> None:
+        super().__init__(hidden, *sizes)
+        self.router.bias = nn.Parameter(torch.zeros(len(self.router.weight)))
+
+
+def leave_out(folder: str) -> dict[str, Any]:
+    """On one rank: steps in which some experts have no tokens, and a save between two of them."""
+    found: dict[str, Any] = {}
+    for name, policy in (("moves", Anything(reshard_every=2)), ("gathers", "gather")):
+        model, reference = small(ChoosyMoE, layers=1), small(ChoosyMoE, layers=1)
+        hecate.compile(model, hecate.Config(backend="aot_eager", policy=policy))
+        both: tuple[Any, Any] = (model, reference)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5, eps=1e-3) for m in both]
+        off, same = [], True
+        for step, away in enumerate(((3,), (1, 3), (1, 3), (), (0, 1), (2,))):
+            for one, optimizer in zip(both, optimizers, strict=True):
+                with torch.no_grad():
+                    one.blocks[0].router.bias.copy_(torch.tensor([-100.0 * (expert in away) for expert in range(4)]))
+                optimizer.zero_grad()
+            ids = batch(step)
+            run_step(model, ids)
+            reference(input_ids=ids, labels=ids)["loss"].backward()
+            wanted = {n: p.grad is None for n, p in reference.named_parameters()}
+            assert {n.split(".")[3] for n, none in wanted.items() if none} == {f"expert_{expert}" for expert in away}
+            # Elsewhere it may be empty.
+            same &= all((p.grad is None) == wanted[n] for n, p in model.named_parameters() if p.numel())
+            for optimizer in optimizers:
+                optimizer.step()
+            if step == 1:
+                hecate.save(f"{folder}/{name}", model, optimizers[0], step=1)
+                hecate.load(f"{folder}/{name}", model, optimizers[0])
+            off.append(state_error(model.state_dict(), reference.state_dict()))
+        found[name] = {"same": same, "off": off}
+    return found
+
+
+def check_left_out(found: dict[str, Any]) -> None:
+    for kind in found.values():
+        assert kind["same"] and max(kind["off"]) < 1e-5, found
+
+
+@pytest.mark.distributed
+def test_experts_without_tokens_have_no_gradient_where_the_loop_leaves_them_out(tmp_path: Path) -> None:
+    """So momentum and decay do not change them, and state of others alone moves, is saved and loaded."""
+    for found in run_ranks(leave_out, 2, folder=str(tmp_path)):
+        check_left_out(found)
+
+
+def test_experts_without_tokens_in_one_process(tmp_path: Path) -> None:
+    check_left_out(leave_out(str(tmp_path)))
 
 
 @pytest.mark.distributed
