@@ -43,7 +43,6 @@ def _refuse(place: Place) -> None:
 FAULTS: dict[str, Callable[[], object]] = {
     "hang": hang,
     "exit": lambda: os._exit(0),
-    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "spoil": spoil,
 }
@@ -51,7 +50,6 @@ FAULTS: dict[str, Callable[[], object]] = {
 SAID = {
     "hang": "no end in its share of the time",
     "exit": "exit code 0",
-    "segv": "ended by SIGSEGV",
     "kill": "ended by SIGKILL",
     "spoil": "CUDA error: an illegal memory access was encountered",
 }

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hecate
@@ -111,11 +112,15 @@ class Pair(Loop):
             self.plain = PlainCompiled(build_reference(self.drawn, self.dress, 3))
 
     def graphs_too_many(self) -> str:
-        if self.plain is None:
-            return ""
-        before, now = self.graphs, (compiled_model_of(self.model, "explain").backend._number, self.plain.graphs)
-        self.graphs, (ours, theirs) = now, (now[0] - before[0], now[1] - before[1])
-        return f"{ours} more graphs, and {theirs} of a plain torch.compile" if ours > theirs else ""
+        """Return by how many, on all ranks."""
+        found = [""]
+        if self.plain is not None:
+            before, now = self.graphs, (compiled_model_of(self.model, "explain").backend._number, self.plain.graphs)
+            self.graphs, (ours, theirs) = now, (now[0] - before[0], now[1] - before[1])
+            found = [f"{ours} more graphs, and {theirs} of a plain torch.compile" if ours > theirs else ""]
+        # No rank may end its life alone.
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def call_plain(self, method: str = "__call__", **given: Any) -> None:
         if self.plain is not None:

@@ -42,4 +42,4 @@ def test_every_turn_and_every_way_to_live_is_drawn() -> None:
     assert all(callable(getattr(Life, turn.replace(" ", "_"))) for turn in TURNS)
     assert {life.clip for life in lives} == {None, *CLIPS} and {life.groups for life in lives} == {*GROUPS}
     assert {life.dress.adapters for life in lives} == {None, "attention", "experts", "both"}
-    assert any(life.dress.balanced for life in lives)
+    assert any(life.counts for life in lives) and any(life.dress.balanced for life in lives)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import hecate
 from tests.fuzz.pair import GROUPS, OPTIMIZERS, Pair
 from tests.fuzz.refusals import REFUSALS
+from tests.support.models import VOCABULARY
 from tests.support.ranks import message_of
 
 _CHECKPOINTS = {"use_reentrant": False}
@@ -167,6 +168,9 @@ class TrainingTurns(Pair):
     def bad_token(self) -> None:
         self.buffers.before_forward(training=True)
         super().bad_token()
+        batch = self.batches()[self.rank] + VOCABULARY
+        with contextlib.suppress(IndexError, RuntimeError):
+            self.call_plain(input_ids=batch, labels=batch)
 
     def refused(self) -> None:
         """Something that Hecate refuses: on all ranks, by the same words; a step after it is right."""

@@ -135,7 +135,7 @@ def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """The plain model's names."""
     from hecate.wrap.shard import shard_of
 
-    out = dict(model.state_dict())
+    out, wholes, parts = dict(model.state_dict()), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     state = hecate.get_optimizer_state_dict(model, optimizer)["state"]
     for name, tensors in sorted(state.items()):
         for key, value in tensors.items():
@@ -143,13 +143,19 @@ def _whole_of_ours(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             part = value.as_subclass(torch.Tensor)
             pieces = getattr(value, "pieces", None)
             if pieces is None:
-                out[f"{name} {key}"] = part
+                wholes[f"{name} {key}"] = part
                 continue
             for piece in pieces:
                 total[piece.offset : piece.offset + piece.rows] = part[piece.start : piece.start + piece.rows]
-            dist.all_reduce(total)
-            out[f"{name} {key}"] = total
+            parts[f"{name} {key}"] = total
     assert shard_of(next(model.parameters())) is not None
+    # Of an expert in a list its owner alone has anything.
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (wholes, parts))
+    for theirs, some in everybody:
+        out |= theirs
+        for name, part in some.items():
+            out[name] = out[name] + part if name in out else part
     return out
 
 
