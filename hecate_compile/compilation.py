@@ -139,8 +139,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     )
     # With sparse attention there is one graph alone: what runs outside would be dense, and nobody would notice.
     whole = found.config.attention is not None
-    written = set[int]()
-    traces = Traces(model, backend, changes, written, fullgraph=whole, text_model=found.text_model)
+    traces = Traces(model, backend, changes, fullgraph=whole, text_model=found.text_model)
     owner_mover = OwnerMover(found.experts, sharded.layers, sharded.placer, found.mesh)
     forward = _forward(model, found, sharded, traces, backend, changes, owner_mover)
     set_compiled_call(model, forward)
@@ -157,7 +156,6 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         forward=forward,
         loops=found.loops.places,
         text_model=next((name for name, module in model.named_modules() if module is found.text_model), ""),
-        written=written,
     ).attach(model)
     # Wrappers for data parallelism have a method of this name, which accelerate looks for.
     model.__dict__["no_sync"] = no_sync(sharded.sync)

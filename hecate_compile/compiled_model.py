@@ -26,8 +26,7 @@ class CompiledModel:
 
     ``layers`` has the runtime record of each of ``experts``, which were sharded; those that share parameters have one
     in common. ``passed_over`` are modules that look similar and were not sharded. ``text_model`` is the name of the
-    module that is traced alone, or "". ``written`` has the ids of parameters that are this run's own: they could be
-    trained in some forward, or came from a checkpoint.
+    module that is traced alone, or "".
     """
 
     config: Config
@@ -42,7 +41,6 @@ class CompiledModel:
     forward: CompiledForward
     loops: tuple[str, ...]
     text_model: str
-    written: set[int]
 
     @property
     def world(self) -> World:

@@ -213,8 +213,8 @@ class Restoring:
         self._read(tensors)
         if is_compiled(model):
             # What a checkpoint had of a frozen base was trained before, and is in the next one, too.
-            written = {id(site.parameter) for site in sites_of(model) if site.name in saved}
-            compiled_model_of(model, "load").written.update(written)
+            read = {id(site.parameter) for site in sites_of(model) if site.name in saved}
+            compiled_model_of(model, "load").backend.written.update(read)
         for room, optimizer, kept in zip(prepared, optimizers, self.run["optimizers"], strict=False):
             self._usable(partial(set_plain, model, optimizer, kept["plain"]))
             self._usable(partial(set_options, optimizer, kept["groups"], room.groups))

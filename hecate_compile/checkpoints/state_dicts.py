@@ -192,7 +192,7 @@ def frozen_base(model: nn.Module) -> set[str]:
         for part in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
         for parameter in _parameters_at(module, part)
     }
-    ours = adapters | (compiled_model_of(model, "save").written if is_compiled(model) else set())
+    ours = adapters | (compiled_model_of(model, "save").backend.written if is_compiled(model) else set())
     return {
         site.name
         for site in sites_of(model)

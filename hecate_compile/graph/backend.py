@@ -75,6 +75,7 @@ class Backend:
         source_diff: how the model's code was changed, as the lines of a diff; dumped with the graphs.
         compares_all: ranks compare all of a graph, not only what they meet in.
         compared: how many graphs all ranks have compared so far, so this is the same on all.
+        written: the ids of parameters that this run trains or has trained, or that came from a checkpoint.
     """
 
     config: Config
@@ -89,6 +90,7 @@ class Backend:
     compares_all: bool = True
     graphs: list[GraphRecord] = field(default_factory=list)
     compared: int = 0
+    written: set[int] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _tokens: int = 0
     _number: int = 0

@@ -71,7 +71,6 @@ class Traces:
         model: nn.Module,
         backend: Backend,
         changes: Changes,
-        written: set[int],
         *,
         fullgraph: bool,
         text_model: nn.Module | None = None,
@@ -80,7 +79,7 @@ class Traces:
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
         self._text_model = weakref.ref(text_model) if text_model is not None else None
         self._communicates = backend.communicates and backend.world.group is not None
-        self._changes, self._written, self._parts = changes, written, dict[nn.Module, Traces]()
+        self._changes, self._parts = changes, dict[nn.Module, Traces]()
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
         self.refused: str | None = None
         self._here = self._hooks.now(model)
@@ -93,7 +92,7 @@ class Traces:
             inside = self._text_model() if self._text_model is not None else None
             text_model = inside if inside is not part and inside in {*part.modules()} else None
             options: Any = dict(fullgraph=self._fullgraph, text_model=text_model)
-            self._parts[part] = Traces(part, self._backend, self._changes, self._written, **options)
+            self._parts[part] = Traces(part, self._backend, self._changes, **options)
         return self._parts[part]
 
     def before_forward(self) -> None:
@@ -159,7 +158,7 @@ class Traces:
     def _note_written(self) -> None:
         model = self._model()
         assert model is not None, "it is the model that is called"
-        self._written.update(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        self._backend.written.update(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
     def is_first(self, *, training: bool) -> bool:
         """Return whether this grad mode is new, so that all ranks compile, and compare their graphs."""

@@ -161,7 +161,7 @@ class OwnerMover:
         with torch.no_grad():
             for parameter in self._parameters(layer).values():
                 stack, key = members.get(id(parameter), (None, ""))
-                gradient, given = parameter.grad, None
+                gradient, given = parameter.grad, list[bool]()
                 if stack is not None:
                     given = self._have_gradients(stack.members(key))
                     gradient = stack.gradient(key) if any(given) else None

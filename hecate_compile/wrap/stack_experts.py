@@ -166,21 +166,20 @@ class ExpertStack(nn.Module):
         used = {expert for row, expert in enumerate(shard.experts) if expert in unused and gradient[row].any()}
         return unused - used
 
-    def deal(self, key: str, gradient: torch.Tensor, given: Sequence[bool] | None = None) -> None:
+    def deal(self, key: str, gradient: torch.Tensor, given: Sequence[bool]) -> None:
         """Give experts their row of ``gradient``, ``[E_r, ...]``, and an empty one to those that other ranks own.
 
-        Without the empty ones, ranks would clip and unscale different sets. Given are those that train, or those that
-        ``given`` says.
+        Without the empty ones, ranks would clip and unscale different sets. ``given`` says which experts have any.
         """
         _, shard = self.at(key)
         rows = {expert: row for row, expert in enumerate(shard.experts)}
         nothing = gradient.new_empty((0, *shard.full_shape[2:]))
         for expert, parameter in enumerate(self.members(key)):
-            if parameter.requires_grad if given is None else given[expert]:
+            if given[expert]:
                 row = rows.get(expert)
                 parameter.grad = nothing if row is None else gradient[row]
 
-    def refilled(self, key: str, gradient: torch.Tensor | None, given: Sequence[bool] | None) -> None:
+    def refilled(self, key: str, gradient: torch.Tensor | None, given: Sequence[bool]) -> None:
         """Make the members' parameters views of a stack that has other rows now, with those of ``gradient``."""
         for parameter in self.members(key):
             parameter.grad = None
@@ -248,8 +247,8 @@ def _add_hooks(stacked: nn.Parameter, stack: weakref.ref[ExpertStack], key: str)
         if here is None:
             return
         assert gradient is not None
-        (_, shard), stacked.grad = here.at(key), None
-        members = here.members(key)
+        stacked.grad = None
+        (_, shard), members = here.at(key), here.members(key)
         here.deal(key, gradient, [p.requires_grad and expert not in left_out for expert, p in enumerate(members)])
         for parameter in (members[expert] for expert in shard.experts if expert not in left_out):
             for hook in list((accumulation_hooks(parameter) or {}).values()) if parameter.requires_grad else ():

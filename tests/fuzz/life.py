@@ -11,9 +11,10 @@ from random import Random
 
 from tests.fuzz.draw import Drawn, draw_model
 from tests.fuzz.dressed import Dress
+from tests.fuzz.other_turns import OtherTurns
 from tests.fuzz.pair import GROUPS, OPTIMIZERS
 from tests.fuzz.run import CLIPS, TOLERANCE
-from tests.fuzz.turns import TURNS, Turns
+from tests.fuzz.turns import TURNS
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def run_lives(seed: int, numbers: list[int], turns: int) -> list[str]:
     return problems
 
 
-class Life(Turns):
+class Life(OtherTurns):
     """One life, on this rank and in one process."""
 
     def __init__(self, life: DrawnLife, *, seed: str) -> None:

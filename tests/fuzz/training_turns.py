@@ -168,6 +168,7 @@ class TrainingTurns(Pair):
     def bad_token(self) -> None:
         self.buffers.before_forward(training=True)
         super().bad_token()
+        # A plain model that is not called has no graph with new hooks.
         batch = self.batches()[self.rank] + VOCABULARY
         with contextlib.suppress(IndexError, RuntimeError):
             self.call_plain(input_ids=batch, labels=batch)

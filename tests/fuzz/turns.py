@@ -1,8 +1,6 @@
-"""The turns of a life: what a user does with a model, each in a method of its name, beside one process."""
+"""The turns of a life: what a user does with a model, each in a method of its name."""
 
 from __future__ import annotations
-
-from tests.fuzz.other_turns import OtherTurns
 
 # How often each is drawn. Those that make another graph cost seconds.
 TURNS = {
@@ -42,7 +40,3 @@ TURNS = {
     "no backward": 1,
     "bad token": 1,
 }
-
-
-class Turns(OtherTurns):
-    """A model and its reference, on this rank, with a method for every turn."""
