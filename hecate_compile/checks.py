@@ -19,6 +19,8 @@ from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World, local_device
 from hecate.wrap.attention_config import AttentionConfig, attention_config
+from hecate.wrap.expert_shards import is_member_shard
+from hecate.wrap.shard import shard_of
 
 
 def check_usable(model: nn.Module, config: Config) -> None:
@@ -150,6 +152,20 @@ def warn_float16(model: nn.Module, world: World) -> None:
             "hecate.compile: trainable float16 parameters. It runs, but gradients below 6e-8 become zero, and "
             "torch.amp.GradScaler does not take float16 gradients. Use bfloat16, or float32 with "
             "Config(mixed_precision=...).",
+            world.rank,
+            stacklevel=4,
+        )
+
+
+def warn_single_rows(model: nn.Module, world: World) -> None:
+    """Tell where each rank has one row of a parameter: torch would spread it over all rows of a whole one."""
+    shards = [shard for p in model.parameters() if (shard := shard_of(p)) is not None and not is_member_shard(shard)]
+    single = [shard.name for shard in shards if shard.full_shape[0] == shard.world.size > 1]
+    if single:
+        warn_together(
+            f"hecate: every rank has one row of {', '.join(single[:3])}{', ...' * (len(single) > 3)}. Copy weights "
+            "into a model that is not compiled by state_dict(): whole.copy_(parameter), which fails for other "
+            "numbers of rows, would fill all rows with this one.",
             world.rank,
             stacklevel=4,
         )

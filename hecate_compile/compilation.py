@@ -18,6 +18,7 @@ from hecate.checks import (
     describe_model,
     device_of,
     warn_float16,
+    warn_single_rows,
 )
 from hecate.compiled_model import CompiledModel
 from hecate.config import Config
@@ -121,6 +122,7 @@ class _Sharded:
 def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     found = _check(model, config, mesh)
     sharded = _shard(model, found)
+    warn_single_rows(model, found.mesh.everyone)
     _set_rates(model, found, sharded)
     _adopt_libraries(model, found)
     changes = Changes()

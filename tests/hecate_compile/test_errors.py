@@ -253,6 +253,33 @@ def test_reads_of_shards_at_one_rank_are_plain() -> None:
 # --- on several ranks ---
 
 
+def single_rows() -> list[list[str]]:
+    """Warnings of models with as many experts as ranks, or as many rows of something else, and with more."""
+    found = []
+    for experts, options in ((2, {}), (4, {}), (4, {"dense": "shard"})):
+        model = PlainLanguageModel(hidden=8, layers=1, experts=experts)
+        model.scale = nn.Parameter(torch.ones(2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hecate.compile(model, hecate.Config(backend="aot_eager", **options))
+        found.append([str(one.message) for one in caught if "one row of" in str(one.message)])
+        whole = PlainLanguageModel(hidden=8, layers=1, experts=experts).blocks[0].w_in
+        said = message_of(
+            lambda model=model, whole=whole: whole.data.copy_(dict(model.named_parameters())["blocks.0.w_in"])
+        )
+        assert ("must match" in said) == (experts == 4), said
+    return found
+
+
+@pytest.mark.distributed
+def test_what_torch_would_spread_over_all_rows_is_told() -> None:
+    first, second = run_ranks(f"{_HERE}:single_rows", 2)
+    (experts,), others, (scale,) = first
+    assert "hecate: every rank has one row of blocks.0.w_in" in experts and "by state_dict()" in experts
+    assert others == [] and "one row of scale." in scale
+    assert second == [[], [], []], "rank 0 says it"
+
+
 def skipped_frame() -> str:
     """Experts whose forward is kept from the compiler."""
     model = build("mixtral", layers=1)
