@@ -289,8 +289,16 @@ def _check_order(facts: GraphFacts, loop: Loop) -> None:
 
 def _check_forms(turn: Turn) -> None:
     """Raise :class:`Refused` unless every use of the parameters has a grouped form."""
+    rows = set(turn.entries)
+    for node in turn.body:
+        if not rows.isdisjoint(node.all_input_nodes):
+            rows.add(node)
     for node in sorted(anchors_of(turn)):
-        matrix_operand(node, set(turn.views))
+        use, given = matrix_operand(node, set(turn.views)), operands(node)
+        others = [one for one in given if one not in turn.views] if use == "bias" else given[:1]
+        # What is computed of an expert's parameters and a shared matrix has no rows, and would be sorted like them.
+        if rows.isdisjoint(others):
+            raise Refused(f"{describe(node)} has an expert's parameter and no rows", node, fix=_FORMS)
     for view in turn.views:
         if not (is_one_expert(view) or is_transpose(view) or is_cast(view)):
             raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -27,54 +28,110 @@ CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove"
 REDUCES = {"mean", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "item", "tolist"}
 REDUCES |= {"var", "std", "median", "quantile", "mode", "norm"}
 
+# Methods whose result shares the memory of the tensor that they are called on.
+VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
+VIEWS |= {"t", "transpose"}
+
+# Those whose result is as empty as that; a part of a mask may be empty where the whole is not.
+_AS_EMPTY = VIEWS - {"narrow", "select"} | {"clone", "contiguous"}
+# Kinds of values: masks of booleans, numbers of rows, what was picked by either, and what rows were searched in.
+_MASK, _NUMBERS, _PICKED, _SEARCHED = "mask", "numbers", "picked", "searched"
+_ROWS = (_NUMBERS, _PICKED)
+
 
 class Rows:
-    """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False."""
+    """Names that have nothing in them in a turn without rows: numbers of rows, and masks that are all False.
+
+    Each is as empty as what it was computed from: numbers as the mask that was searched for them, a view as what it
+    is a view of, and ``x[index]`` as the index.
+    """
 
     def __init__(self, mask: str | None, turn: str | None, depth: int) -> None:
         # Of a loop over hits: ``torch.where(mask[turn])`` finds rows, in each of the mask's ``depth`` further
         # dimensions.
         self.mask, self.turn, self.depth = mask, turn, depth
         self.turns = {turn} if turn is not None else set()
-        self.numbers: set[str] = set()
-        self.masks: set[str] = set()
-        # For a loop with a guard, from the statements before it: names that one search gave, after the mask that it
-        # searched; masks; and by the name of rows the name of the index that picked them.
-        self._found: list[tuple[str | None, list[str]]] = []
-        self._masks: set[str] = set()
-        self._rows: dict[str, str] = {}
+        # By name: a number that names have which are empty together, and what kind of value it is.
+        self._known: dict[str, tuple[int, str]] = {}
+        self._groups = itertools.count()
+        self._empty: set[int] = set()
 
     def has(self, index: ast.expr) -> bool:
         """Return whether this index selects nothing in a turn without rows."""
         first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
-        return isinstance(first, ast.Name) and first.id in self.numbers | self.masks
+        return isinstance(first, ast.Name) and self.is_empty(first.id, _MASK, *_ROWS)
+
+    def is_empty(self, name: str, *kinds: str) -> bool:
+        """Return whether a name is of one of these kinds, and has nothing in it in a turn without rows."""
+        group, kind = self._known.get(name, (-1, ""))
+        return group in self._empty and kind in kinds
 
     def learn(self, node: ast.stmt) -> None:
         """Take note of what an assignment of one value tells about rows."""
         if isinstance(node, ast.With):
             for inner in node.body:
                 self.learn(inner)
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return
-        names, value = names_assigned(node), node.value
-        # Whatever had the names before is gone.
-        for known in (self.numbers, self.masks, self._masks):
-            known.difference_update(names)
-        self._found = [(source, those) for source, those in self._found if not {source, *those} & {*names}]
-        self._rows = {rows: index for rows, index in self._rows.items() if not {rows, index} & {*names}}
-        if isinstance(value, ast.Name) and value.id in self.turns:
-            self.turns |= set(names)
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            self._forget(node)
+            return
+        names, value, known = names_assigned(node), node.value, None
         searched = searched_by(value)
         if searched is not None:
-            source = searched.id if isinstance(searched, ast.Name) else None
-            if source in self.masks or (self._is_of_turn(searched) and len(names) == self.depth):
-                self.numbers |= set(names)
-            self._found.append((source, names))
+            known = (self._searched(searched, len(names)), _NUMBERS)
         elif len(names) == 1 and not isinstance(node.targets[0], ast.Tuple):
-            if isinstance(value, ast.Compare) or (is_method(value) and value.func.attr == "any" and given_to(value)):
-                self._masks |= set(names)
-            if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name):
-                self._rows[names[0]] = value.slice.id
+            known = self._as_empty_as(value)
+        self._forget(node)
+        if known is not None:
+            self._known |= dict.fromkeys(names, known)
+        if isinstance(value, ast.Name) and value.id in self.turns:
+            self.turns |= set(names)
+
+    def _forget(self, node: ast.stmt) -> None:
+        """Forget names that a statement gives other values, and what shares memory with a value that it changes."""
+        for inner in ast.walk(node):
+            changed: ast.AST = ast.Pass()
+            if isinstance(inner, ast.Name) and not is_load(inner):
+                self._known.pop(inner.id, None)
+            elif isinstance(inner, ast.AugAssign):
+                changed = inner.target
+            elif isinstance(inner, (ast.Subscript, ast.Attribute)) and not isinstance(inner.ctx, ast.Load):
+                changed = inner
+            elif is_method(inner) and inner.func.attr.endswith("_"):
+                changed = inner.func.value
+            while isinstance(changed, (ast.Subscript, ast.Attribute, ast.Call)):
+                changed = changed.func if isinstance(changed, ast.Call) else changed.value
+            if isinstance(changed, ast.Name) and changed.id in self._known:
+                gone, _ = self._known[changed.id]
+                self._known = {name: known for name, known in self._known.items() if known[0] != gone}
+
+    def _searched(self, mask: ast.expr, found: int) -> int:
+        """Return the group of numbers that a search of ``mask`` finds."""
+        group = next(self._groups)
+        if isinstance(mask, ast.Name):
+            # It may be one of numbers, by which rows may not be picked. In numbers zeros are not found.
+            known, kind = self._known.setdefault(mask.id, (group, _SEARCHED))
+            group = known if kind in (_MASK, _SEARCHED) else group
+        elif self._is_of_turn(mask) and found == self.depth:
+            self._empty.add(group)
+        return group
+
+    def _as_empty_as(self, value: ast.expr) -> tuple[int, str] | None:
+        """Return the group of a value and its kind; None if it is neither a mask nor rows."""
+        if isinstance(value, ast.Name):
+            return self._known.get(value.id)
+        if isinstance(value, ast.Compare):
+            return next(self._groups), _MASK
+        if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name):
+            group, kind = self._known.get(value.slice.id, (-1, ""))
+            # What was picked may be booleans, which pick some of their rows again.
+            return (group, _PICKED) if kind in (_MASK, _NUMBERS) else None
+        if is_method(value) and value.func.attr == "any" and given_to(value):
+            inner = self._as_empty_as(value.func.value)
+            return inner if inner is not None and inner[1] == _MASK else (next(self._groups), _MASK)
+        if is_method(value) and value.func.attr in _AS_EMPTY:
+            return self._as_empty_as(value.func.value)
+        return None
 
     def _is_of_turn(self, node: ast.expr) -> bool:
         if is_method(node) and node.func.attr == "squeeze" and given_to(node) == ["0"]:
@@ -85,16 +142,9 @@ class Rows:
 
     def starts_from(self, guard: str, mask: bool) -> bool:
         """Take the names that are empty when ``guard`` is; return False if that is not known to be of rows."""
-        if mask:
-            self.masks = {guard} & self._masks
-            self.numbers = {name for source, names in self._found if source == guard and self.masks for name in names}
-            return bool(self.masks)
-        guard = self._rows.get(guard, guard)
-        for source, names in self._found:
-            if guard in names:
-                self.numbers |= set(names)
-                self.masks |= {source} & self._masks if source is not None else set()
-        return guard in self.numbers
+        group, kind = self._known.get(guard, (-1, ""))
+        self._empty = {group} if kind in ((_MASK,) if mask else _ROWS) else set()
+        return bool(self._empty)
 
 
 class Effects:
@@ -113,7 +163,7 @@ class Effects:
         for node in body:
             guard = guard_of(node)
             if guard is not None:
-                if guard.name not in (self.rows.masks if guard.mask else self.rows.numbers):
+                if not self.rows.is_empty(guard.name, *((_MASK,) if guard.mask else _ROWS)):
                     raise LeftAlone(f"{guard.name} may be empty where the turn has rows")
                 kept += self.check(guard.body)
                 continue
@@ -200,7 +250,7 @@ class Effects:
             name, given = node.func.attr, given_to(node)
             if (name.endswith("_") and not name.endswith("__")) or name in CHANGES:
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
-            if name in REDUCES and not keeps_rows(node):
+            if (name in REDUCES and not keeps_rows(node)) or name in ("narrow", "select"):
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
             if name in ("reshape", "view") and "-1" in given[1:]:
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
@@ -222,11 +272,6 @@ def keeps_rows(node: ast.Call) -> bool:
     operands = len(node.args) + (text_of(node.func.value) not in ("torch", "F"))
     numbers = any(isinstance(value, (ast.Constant, ast.UnaryOp)) for value in node.args)
     return node.func.attr in ("max", "min") and ((operands == 2 and not numbers) or "other" in options)
-
-
-# Methods whose result shares the memory of the tensor that they are called on.
-_VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
-_VIEWS |= {"t", "transpose"}
 
 
 def minds_no_rows(experts: ExpertsModule) -> str | None:
@@ -312,7 +357,7 @@ class _Reader:
         return any(is_load(n) and n.id in self.rows for n in ast.walk(node))
 
     def _is_local(self, node: ast.expr) -> bool:
-        while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in _VIEWS):
+        while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in VIEWS):
             node = node.value if isinstance(node, (ast.Attribute, ast.Subscript)) else node.func.value
         if isinstance(node, ast.Name):
             return node.id != self.receiver and node.id in self.local

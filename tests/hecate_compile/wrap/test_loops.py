@@ -95,6 +95,34 @@ class MaskGuard(Experts):
         return out
 
 
+class MaskViewGuard(Experts):
+    """Asks a view of a mask, as makeMoE does, and writes by the mask."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        folded = out.view(2, 3, 3)
+        for expert in range(self.num_experts):
+            mask = (self.chosen.view(2, 3, 1) == expert).any(dim=-1)
+            flat = mask.view(-1)
+            if flat.any():
+                current = self.tokens[flat]
+                folded[mask] = current @ self.w[expert]
+        return out
+
+
+class NumbersBehindGuard(Experts):
+    """Looks up numbers of tokens behind the guard."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(6)
+        for expert in range(self.num_experts):
+            choice = (self.chosen.view(-1) == expert).nonzero(as_tuple=True)[0]
+            if choice.numel() == 0:
+                continue
+            token = numbers[choice]
+            out.index_add_(0, token, self.tokens[token] @ self.w[expert])
+        return out
+
+
 class Closure(Experts):
     def forward(self, out: torch.Tensor, scale: float = 2.0, *, more: float = 1.0) -> torch.Tensor:
         for expert in range(self.num_experts):
@@ -123,6 +151,9 @@ class Decorated(Experts):
         return out
 
 
+KINDS = [HitRows, HitNumbers, HitItem, Guard, MaskGuard, MaskViewGuard, NumbersBehindGuard, Closure, Decorated]
+
+
 def assert_captured(module: nn.Module, expected: torch.Tensor) -> None:
     """In one graph, which computes the same."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
@@ -130,7 +161,7 @@ def assert_captured(module: nn.Module, expected: torch.Tensor) -> None:
         assert torch.allclose(compiled(torch.zeros(6, 3)), expected)
 
 
-@pytest.mark.parametrize("kind", [HitRows, HitNumbers, HitItem, Guard, MaskGuard, Closure, Decorated])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     module = kind()
     expected = module(torch.zeros(6, 3))
@@ -224,6 +255,45 @@ LEFT_ALONE = {
         GUARDED,
         "if token",
         "rows = self.tokens[token]\n        rows = self.w.new_zeros(self.num_experts - expert - 1)\n        if rows",
+    ),
+    "numbers of which others remain": (
+        GUARDED,
+        "if token",
+        "found = token\n        token = token[1:]\n        if token",
+    ),
+    "a mask that is changed before it is asked": (
+        GUARDED,
+        "if token.numel() == 0:",
+        "mask = self.chosen[:, 0] == expert\n        token = torch.where(mask)[0]\n        mask &= mask.flip(0)\n"
+        "        if not mask.any():",
+    ),
+    "a part of a mask": (
+        GUARDED,
+        "if token.numel() == 0:",
+        "mask = self.chosen[:, 0] == expert\n        token = torch.where(mask)[0]\n"
+        "        part = mask.narrow(0, 0, 2)\n"
+        "        if not part.any():",
+    ),
+    "numbers that may be others": (
+        GUARDED,
+        "if token",
+        "if self.training:\n            token = torch.arange(expert)\n        if token",
+    ),
+    "numbers as a mask": (
+        GUARDED,
+        GUARDED[GUARDED.index("(token,)") : GUARDED.index("    return")].rstrip(),
+        "hot = self.mask()[expert, 0]\n        token = torch.where(hot)[0]\n        if token.numel() == 0:\n"
+        "            continue\n        out[hot] += self.tokens[0] @ self.w[expert]",
+    ),
+    "some of the rows, picked by booleans of each": (
+        GUARDED,
+        "if token.numel() == 0:",
+        "keep = self.valid[token]\n        kept = token[keep]\n        if kept.numel() == 0:",
+    ),
+    "numbers that are searched": (
+        GUARDED,
+        "if token.numel() == 0:",
+        "load = self.load[token]\n        hot = load.nonzero().flatten()\n        if hot.numel() == 0:",
     ),
     "the loop's variable has another use": (HITS, "return out", "return out + expert"),
     "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),

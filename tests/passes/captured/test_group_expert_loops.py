@@ -111,6 +111,18 @@ def test_refuses_a_call_that_begins_in_an_earlier_one(g: GraphUnderTest) -> None
     leaves_alone(group_expert_loops, g, g.finish(g.call(torch.cat, twice)))
 
 
+def test_refuses_what_is_computed_of_parameters_and_no_rows(g: GraphUnderTest) -> None:
+    """A shared matrix times an expert's has lines that are no rows of tokens."""
+    hidden, w, bias, shared = g.input(torch.randn(R, H)), g.experts(H, H), g.experts(H), g.parameter(H, H)
+    outs = []
+    for expert in range(E):
+        x = g.call(operator.getitem, hidden, slice(4 * expert, 4 * expert + 4))
+        matrix = g.call(operator.matmul, shared, g.call(operator.getitem, w, expert))
+        outs.append(g.call(operator.add, g.call(operator.matmul, x, matrix), g.call(operator.getitem, bias, expert)))
+    outcome = leaves_alone(group_expert_loops, g, g.finish(*outs))
+    assert "an expert's parameter and no rows" in outcome.skipped[0].reason
+
+
 def test_refuses_a_turn_that_needs_an_earlier_one(g: GraphUnderTest) -> None:
     rows, weights = g.input(torch.randn(3, H)), g.experts(H, H)
     for expert in range(E):
