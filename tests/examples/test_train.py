@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -152,6 +153,9 @@ def test_ranks_share_gpus_if_there_are_too_few(example: str, monkeypatch: pytest
     def compile(*given: object) -> None:
         raise AssertionError("not moved before")
 
+    # Libraries that look for a GPU when they are imported are not to find this one.
+    for library in ("transformers.trainer", "peft.tuners.lora"):
+        importlib.import_module(library)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(sys, "argv", [example, *(_SMALL if example == "train.py" else [])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
