@@ -29,11 +29,11 @@ REDUCES = {"mean", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", 
 REDUCES |= {"var", "std", "median", "quantile", "mode", "norm"}
 
 # Methods whose result shares the memory of the tensor that they are called on.
-VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
-VIEWS |= {"t", "transpose"}
+_VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
+_VIEWS |= {"t", "transpose"}
 
 # Those whose result is as empty as that; a part of a mask may be empty where the whole is not.
-_AS_EMPTY = VIEWS - {"narrow", "select"} | {"clone", "contiguous"}
+_AS_EMPTY = _VIEWS - {"narrow", "select"} | {"clone", "contiguous"}
 # Kinds of values: masks of booleans, numbers of rows, what was picked by either, and what rows were searched in.
 _MASK, _NUMBERS, _PICKED, _SEARCHED = "mask", "numbers", "picked", "searched"
 _ROWS = (_NUMBERS, _PICKED)
@@ -357,7 +357,7 @@ class _Reader:
         return any(is_load(n) and n.id in self.rows for n in ast.walk(node))
 
     def _is_local(self, node: ast.expr) -> bool:
-        while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in VIEWS):
+        while isinstance(node, (ast.Attribute, ast.Subscript)) or (is_method(node) and node.func.attr in _VIEWS):
             node = node.value if isinstance(node, (ast.Attribute, ast.Subscript)) else node.func.value
         if isinstance(node, ast.Name):
             return node.id != self.receiver and node.id in self.local
