@@ -232,7 +232,7 @@ def test_one(number):
 def test_a_short_time_with_a_cpu_that_stands_for_a_gpu(tmp_path: Path, imports: float) -> None:
     """The command itself, from kernels to tests; the middle ones hang, and all others have results."""
     # The shares below, in imports, and the end of the check. Tests have far more than they need, and come last: they
-    # end by themselves, and what they leave is for nobody to wait for.
+    # end by themselves, and no stage behind them would wait as long as they leave.
     budget, begun = 18 * imports + 10 + command.TO_END, time.monotonic()
     program = """
 import runpy, sys
