@@ -1,8 +1,9 @@
 """accumulate_rows: what a loop over experts adds to rows is written without reading them.
 
-Needs    out[mask] += y with a mask of booleans, where y is computed with gathered experts.
-Changes  t = out[mask]; t += y; out[mask] = t     becomes   out.index_put_((mask,), y, accumulate=True)
-Never    touches indices that are numbers: of those that come twice, only the last is written.
+Needs    out[rows] += y with a mask of booleans, or with numbers that come once (torch.where(topk == expert)), where
+         y is computed with gathered experts.
+Changes  t = out[rows]; t += y; out[rows] = t     becomes   out.index_put_((rows,), y, accumulate=True)
+Never    touches numbers that may come twice: only the last of them is written.
 
 A turn that reads the output needs all turns before it, and no loop whose turns need each other can become one
 computation (see ``group_expert_loops``).
@@ -11,11 +12,12 @@ computation (see ``group_expert_loops``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.distinct_numbers import come_once
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, calls, closure_forward
@@ -32,43 +34,40 @@ def accumulate_rows(gm: GraphModule, context: PassContext) -> Outcome:
     of_experts = closure_forward(gathers) if writes else set()
     # Changes of the graph as it is now; rewrites change the same memory in the same places.
     changes = GraphFacts(gm.graph).changes if writes else []
-    return Outcome(rewritten=sum(_rewrite(node, changes) for node in writes if node in of_experts))
+    changed = {storage for _, storage in changes}
+    return Outcome(rewritten=sum(_rewrite(node, changes, changed) for node in writes if node in of_experts))
 
 
-# t = out[mask]; t += y; out[mask] = t
-_READ = call("getitem", "out", "mask", bind="read")
+# t = out[rows]; t += y; out[rows] = t
+_READ = call("getitem", "out", "rows", bind="read")
 _SUM = one_of(
     call("iadd", _READ, "added", bind="total"),
     call("add", _READ, "added", bind="total"),
     call("add", "added", _READ, bind="total"),
 )
-_ACCUMULATES = call("setitem", "out", "mask", _SUM)
+_ACCUMULATES = call("setitem", "out", "rows", _SUM)
 
 
-def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]]) -> bool:
+def _rewrite(write: Node, changes: Sequence[tuple[Node, int | None]], changed: Collection[int | None]) -> bool:
     if (found := match(_ACCUMULATES, write)) is None:
         return False
-    out, mask, total, read, added = (found[name] for name in ("out", "mask", "total", "read", "added"))
-    value, target, rows = value_of(mask), value_of(out), value_of(added)
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or not isinstance(target, torch.Tensor):
+    out, rows, total, read, added = (found[name] for name in ("out", "rows", "total", "read", "added"))
+    value, target, values = value_of(rows), value_of(out), value_of(added)
+    if not all(isinstance(one, torch.Tensor) for one in (value, target, values)) or values.dtype != target.dtype:
         return False
-    if (
-        not isinstance(rows, torch.Tensor)
-        or rows.dtype != target.dtype
-        or total.kwargs
-        or set(total.users) != {write}
-    ):
+    masks = value.dtype == torch.bool
+    if not (masks or come_once(rows, changed)) or total.kwargs or set(total.users) != {write}:
         return False
     lengths = [user for user in read.users if user is not total]
     if not all(calls(user, torch.ops.aten.sym_size.int) for user in lengths) or added is read:
         return False
-    memory = {storage_of(out), storage_of(mask), None}
+    memory = {storage_of(out), storage_of(rows), None}
     if any(not is_erased(node) and read < node < write and storage in memory for node, storage in changes):
         return False
-    Builder(write.graph, before=write).method("index_put_", out, (mask,), added, True)
+    Builder(write.graph, before=write).method("index_put_", out, (rows,), added, True)
     if lengths:
-        # Torch asks how many rows there are; the mask itself has as many.
-        counted = Builder(write.graph, before=read).call(operator.getitem, mask, mask)
+        # Torch asks how many rows there are; a mask of itself has as many.
+        counted = Builder(write.graph, before=read).call(operator.getitem, rows, rows) if masks else rows
         for user in lengths:
             user.args = (counted, 0)
     for node in (write, total, read):

@@ -16,21 +16,24 @@ def masked_loop(
     g: GraphUnderTest,
     *,
     add: Any = operator.iadd,
-    mask: bool = True,
+    rows: str = "masks",
     swapped: bool = False,
     kept: bool = False,
     of_experts: bool = True,
 ) -> GraphModule:
-    """``out[rows] += hidden[rows] @ w[e]`` with masks, or with numbers that come twice."""
+    """``out[rows] += hidden[rows] @ w[e]`` with masks, numbers that come once, or numbers that come twice."""
     hidden, weights = g.input(torch.randn(R, H)), g.experts(H, H)
     out = g.call(torch.zeros_like, hidden)
+    chosen = g.call(operator.getitem, g.call(torch.topk, g.input(torch.randn(R, E)), 2), 1)
     outputs: list[Node] = []
     for expert in range(E):
-        chosen = torch.arange(R) % E == expert
-        index = g.input(chosen if mask else torch.tensor([expert, expert]))
+        if rows == "numbers":
+            index = g.call(operator.getitem, g.call(torch.where, g.call(operator.eq, chosen, expert)), 0)
+        else:
+            index = g.input(torch.arange(R) % E == expert if rows == "masks" else torch.tensor([expert, expert]))
         # The fake values know no number of rows that depends on data, so torch asks for it as Dynamo lets it.
         read = g.call(operator.getitem, out, index)
-        if mask:
+        if rows != "twice":
             g.call(torch.ops.aten.sym_size.int, read, 0)
         weight = g.call(operator.getitem, weights, expert) if of_experts else g.input(torch.randn(H, H))
         y = g.call(operator.matmul, g.call(operator.getitem, hidden, index), weight)
@@ -52,8 +55,10 @@ def data_dependent_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.graphs.FakeTensorMode", Dynamic)
 
 
-@pytest.mark.parametrize("options", [{}, {"add": operator.add}, {"add": operator.add, "swapped": True}])
-def test_rewrites_additions_to_masked_rows(options: dict[str, Any], g: GraphUnderTest) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"add": operator.add}, {"add": operator.add, "swapped": True}, {"rows": "numbers"}]
+)
+def test_rewrites_additions_to_rows(options: dict[str, Any], g: GraphUnderTest) -> None:
     gm = masked_loop(g, **options)
     assert apply(accumulate_rows, g, gm).rewritten == E
     names = targets(gm)
@@ -62,6 +67,8 @@ def test_rewrites_additions_to_masked_rows(options: dict[str, Any], g: GraphUnde
     assert apply(group_expert_loops, g, gm).rewritten == 1
 
 
-@pytest.mark.parametrize("options", [{"mask": False}, {"add": operator.isub}, {"kept": True}, {"of_experts": False}])
+@pytest.mark.parametrize(
+    "options", [{"rows": "twice"}, {"add": operator.isub}, {"kept": True}, {"of_experts": False}]
+)
 def test_leaves_alone(options: dict[str, Any], g: GraphUnderTest) -> None:
     leaves_alone(accumulate_rows, g, masked_loop(g, **options))

@@ -1,0 +1,158 @@
+"""Numbers of rows that come once, in Dynamo's graph: where a mask has at most one True in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from hecate.passes.analysis.torch_values import storage_of, value_of
+from hecate.passes.fx import arg, is_getitem, operands, option
+from hecate.passes.match import name_of, named, uncast
+
+_Dims = frozenset[int]
+_NONE: _Dims = frozenset()
+
+
+def come_once(numbers: Node, changed: Collection[int | None]) -> bool:
+    """Tell whether no number comes twice in ``torch.where(mask)[i]``, as far as the graph says.
+
+    Args:
+        numbers: a line of them, also from ``mask.nonzero(as_tuple=True)``.
+        changed: storages that are changed in place anywhere in the graph.
+    """
+    found = uncast(numbers)
+    if not is_getitem(found) or type(arg(found, 1)) is not int:
+        return False
+    source = arg(found, 0)
+    where = named(source, "where") and len(source.args) == 1
+    if not (where or (named(source, "nonzero") and option(source, 1, "as_tuple") is True)):
+        return False
+    mask = arg(source, 0)
+    dims = _ndim(mask)
+    others = {dim for dim in range(dims) if dim != arg(found, 1) % dims}
+    return not others or (len(others) == 1 and others <= _along(mask, changed, _one_true))
+
+
+def _ndim(node: Any) -> int:
+    value = value_of(node)
+    return value.ndim if isinstance(value, torch.Tensor) else 0
+
+
+def _along(node: Any, changed: Collection[int | None], of: Callable[..., _Dims]) -> _Dims:
+    """Return the dimensions along which ``of`` says something, of what ``node`` is a view of."""
+    node = uncast(node)
+    if not isinstance(value_of(node), torch.Tensor) or None in changed or storage_of(node) in changed:
+        return _NONE
+    view = _view(node)
+    if view is None:
+        return of(node, changed)
+    source, places = view
+    return frozenset(places[dim] for dim in _along(source, changed, of) if dim in places)
+
+
+def _one_true(node: Node, changed: Collection[int | None]) -> _Dims:
+    """Return dimensions along which at most one element is True, or not zero."""
+    dims = _ndim(node)
+    if named(node, "one_hot"):
+        # One for each number, and the numbers differ.
+        return _along(arg(node, 0), changed, _differ) | {dims - 1}
+    if named(node, "bool"):
+        return _along(arg(node, 0), changed, _one_true)
+    if not named(node, "eq", "__eq__"):
+        return _NONE
+    found: set[int] = set()
+    for numbers, others in (operands(node), operands(node)[::-1]):
+        # Numbers that differ along a dimension are compared with one.
+        behind = dims - _ndim(numbers)
+        differ = {dim + behind for dim in _along(numbers, changed, _differ)}
+        found |= {dim for dim in differ if _is_constant(others, dim, dims)}
+    return frozenset(found)
+
+
+def _is_constant(node: Any, dim: int, dims: int) -> bool:
+    if not isinstance(node, Node):
+        return isinstance(node, int)
+    value, own = value_of(node), dim - (dims - _ndim(node))
+    return isinstance(value, (int, torch.SymInt)) or (
+        isinstance(value, torch.Tensor) and (own < 0 or (type(value.shape[own]) is int and value.shape[own] == 1))
+    )
+
+
+def _differ(node: Node, changed: Collection[int | None]) -> _Dims:
+    """Return dimensions along which all numbers differ: those of a topk, or of an order."""
+    source = arg(node, 0) if is_getitem(node) and arg(node, 1) == 1 else None
+    if source is not None and named(source, "topk", "sort"):
+        dim = option(source, 2 if named(source, "topk") else 1, "dim", -1)
+    elif named(node, "argsort"):
+        dim = option(node, 1, "dim", -1)
+    else:
+        return _NONE
+    return frozenset((dim % _ndim(node),)) if type(dim) is int else _NONE
+
+
+def _view(node: Node) -> tuple[Node, dict[int, int]] | None:
+    """Return what a node is a view of, or a part of it, and where its dimensions are; None if it is none."""
+    source = arg(node, 0) if node.args else None
+    if is_getitem(node) and source is not None and named(source, "unbind"):
+        whole = arg(source, 0)
+        return whole, _without(_ndim(whole), option(source, 1, "dim", 0))
+    if not isinstance(source, Node) or not isinstance(value_of(source), torch.Tensor):
+        return None
+    dims, name = _ndim(source), name_of(node)
+    if is_getitem(node):
+        places = _places(arg(node, 1), dims)
+        return None if places is None else (source, places)
+    if name == "permute":
+        given = node.args[1:] if len(node.args) > 2 else option(node, 1, "dims")
+        return source, {dim % dims: place for place, dim in enumerate(given)}
+    if name in ("transpose", "swapaxes"):
+        return source, _swapped(dims, arg(node, 1), arg(node, 2))
+    if dims == 2 and (name in ("t", "numpy_T", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))):
+        return source, _swapped(dims, 0, 1)
+    if name == "unsqueeze":
+        new = arg(node, 1) % (dims + 1)
+        return source, {dim: dim + (dim >= new) for dim in range(dims)}
+    if name in ("select", "squeeze") and type(option(node, 1, "dim")) is int:
+        return source, _without(dims, option(node, 1, "dim"))
+    if name in ("view", "reshape", "flatten"):
+        value, whole = value_of(node), value_of(source)
+        # The numbers of a row stay together.
+        kept = dims > 0 and type(whole.shape[-1]) is int and value.ndim > 0 and value.shape[-1] == whole.shape[-1]
+        return source, {dims - 1: value.ndim - 1} if kept else {}
+    return (source, {dim: dim for dim in range(dims)}) if name == "detach" else None
+
+
+def _without(dims: int, gone: int) -> dict[int, int]:
+    gone %= dims
+    return {dim: dim - (dim > gone) for dim in range(dims) if dim != gone}
+
+
+def _swapped(dims: int, one: int, other: int) -> dict[int, int]:
+    one, other = one % dims, other % dims
+    return {dim: {one: other, other: one}.get(dim, dim) for dim in range(dims)}
+
+
+def _places(index: Any, dims: int) -> dict[int, int] | None:
+    """Return where ``x[index]`` has the dimensions of x; None if tensors are in the index."""
+    given = index if isinstance(index, tuple) else (index,)
+    named_dims = sum(one is not None and one is not Ellipsis for one in given)
+    places: dict[int, int] = {}
+    dim = out = 0
+    for one in (*given, *([] if Ellipsis in given else [Ellipsis])):
+        if one is None:
+            out += 1
+        elif one is Ellipsis:
+            for _ in range(dims - named_dims):
+                places[dim] = out
+                dim, out = dim + 1, out + 1
+        elif isinstance(one, slice):
+            places[dim] = out
+            dim, out = dim + 1, out + 1
+        elif type(one) is int:
+            dim += 1
+        else:
+            return None
+    return places
