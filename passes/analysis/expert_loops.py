@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from hecate.passes.analysis.row_sums import weights_of
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, storage_of, value_of
+from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, shape_of, storage_of, value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import (
     arg,
@@ -50,6 +50,11 @@ class Turn:
     body: tuple[Node, ...]
     entries: tuple[Node, ...]
     exit: Node
+
+    @property
+    def depth(self) -> int:
+        """The number of dimensions that rows are in: 1 for ``[n, d]``, 2 for ``[B, n, d]``."""
+        return max(len(shape_of(entry)) - 1 for entry in self.entries) or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +165,7 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
     if not first.entries:
         raise Refused("every expert gets the same rows")
     for turn in turns:
-        if len({_num_rows(entry) for entry in turn.entries}) != 1:
+        if len({_num_rows(entry, turn.depth) for entry in turn.entries}) != 1:
             raise Refused("values with different numbers of rows flow into a turn")
     _check_forms(first)
     _check_rows_apart(first)
@@ -173,7 +178,7 @@ def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
     for turn in turns:
         user, *others = turn.exit.users
         weights = weights_of(user, turn.exit) if not others else None
-        if weights is None or _num_rows(weights) != _num_rows(turn.entries[0]):
+        if weights is None or _num_rows(weights, 1) != _num_rows(turn.entries[0], turn.depth):
             raise Refused("its results are not multiplied with weights")
         found.append(replace(turn, body=(*turn.body, user), entries=(*turn.entries, weights), exit=user))
     if len({turn.entries[-1] for turn in found}) != len(found):
@@ -183,10 +188,11 @@ def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:
     return found
 
 
-def _num_rows(entry: Node) -> str:
-    """Return the number of rows of a tensor, which may be a symbol."""
-    value = value_of(entry)
-    return str(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else f"none in {entry.name}"
+def _num_rows(entry: Node, depth: int) -> str:
+    """Return the number of rows of a tensor, which may be of symbols, in the dimensions that they are in."""
+    shape = shape_of(entry)
+    alike = len(shape) > 0 if depth == 1 else len(shape) == depth + 1
+    return str(shape[:depth]) if alike else f"none in {entry.name}"
 
 
 def _turns(views: tuple[Node, ...], everything: set[Node]) -> list[Turn]:
@@ -232,7 +238,19 @@ def _connected(nodes: set[Node]) -> list[set[Node]]:
 
 def _check_rows_apart(turn: Turn) -> None:
     """Check that no row of a turn's result depends on another row."""
-    check_rowwise([*turn.views, *turn.body], dict.fromkeys(turn.entries, Kind.ROWS), {turn.exit: Kind.ROWS})
+    if turn.depth == 1:
+        check_rowwise([*turn.views, *turn.body], dict.fromkeys(turn.entries, Kind.ROWS), {turn.exit: Kind.ROWS})
+        return
+    # Products have their rows in one dimension, so what is between them is looked at.
+    anchors, views = anchors_of(turn), set(turn.views)
+    given = {operand for node in anchors for operand in node.all_input_nodes if operand not in views}
+    rows = {*turn.entries, *anchors}
+    between_them = [node for node in turn.body if node not in anchors]
+    made = (given | {turn.exit}) - rows
+    if not made <= set(between_them):
+        raise Refused("every expert gets the same rows")
+    if made:
+        check_rowwise(between_them, dict.fromkeys(rows, Kind.ROWS), dict.fromkeys(made, Kind.ROWS), depth=turn.depth)
 
 
 def _check_alike(turns: Sequence[Turn], repeats: int) -> None:

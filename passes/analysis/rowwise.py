@@ -32,6 +32,8 @@ from hecate.private import FakeTensorMode, OpOverload, schema_of
 
 # Primes that no model has as a size, so that dimension 0 cannot be mistaken for another one.
 ROW_COUNT, SLOT_COUNT = 10007, 1009
+# Of dimensions that rows have in front.
+_IN_FRONT = (1013, 1019, 1021, 1031)
 
 _aten = torch.ops.aten
 
@@ -47,7 +49,8 @@ class Kind(Enum):
     PLAIN = "plain"
 
 
-_LEADING = {
+_Leading = Mapping[Kind, tuple[int, ...]]
+_LEADING: _Leading = {
     Kind.ROWS: (ROW_COUNT,),
     Kind.IDS: (ROW_COUNT,),
     Kind.SLOTS: (SLOT_COUNT,),
@@ -61,9 +64,15 @@ _APART = (
 )
 
 
-def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind]) -> None:
-    """Raise Refused unless ``nodes`` compute ``outputs`` of these kinds from ``inputs``, the rest being PLAIN."""
-    traced, kinds = _trace(nodes, inputs, list(outputs))
+def check_rowwise(
+    nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mapping[Node, Kind], *, depth: int = 1
+) -> None:
+    """Raise Refused unless ``nodes`` compute ``outputs`` of these kinds from ``inputs``, the rest being PLAIN.
+
+    With a larger ``depth`` rows are in so many dimensions, and ROWS depend on that one of all of them alone.
+    """
+    leading = _LEADING if depth == 1 else {Kind.ROWS: (*_IN_FRONT[: depth - 1], ROW_COUNT)}
+    traced, kinds = _trace(nodes, inputs, list(outputs), leading)
     known: dict[Node, Kind] = {}
     for node in traced.graph.nodes:
         if node.op == "placeholder":
@@ -75,7 +84,7 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
                     raise Refused(f"{source.name} should be {kind.value} but is {got.value}", fix=_APART)
         else:
             try:
-                known[node] = _derive(node, known)
+                known[node] = _derive(node, known, leading)
             except Refused as refused:
                 # The model's code has a call of this name, if it is no part of another one.
                 name = name_of(node).split(".")[0].strip("_")
@@ -83,7 +92,9 @@ def check_rowwise(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: Mappi
                 raise Refused(str(refused), written, fix=refused.fix) from None
 
 
-def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) -> tuple[GraphModule, list[Kind]]:
+def _trace(
+    nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node], leading: _Leading
+) -> tuple[GraphModule, list[Kind]]:
     """Return the piece as an ATen graph on fake tensors, and the kinds of its placeholders."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -97,7 +108,7 @@ def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) 
                     continue
                 kind = inputs.get(source, Kind.PLAIN)
                 copies[source] = graph.placeholder(f"{kind.name.lower()}_{len(fakes)}")
-                fakes.append(_fake(source, kind))
+                fakes.append(_fake(source, leading.get(kind, ())))
                 kinds.append(kind)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[node] for node in outputs))
@@ -114,7 +125,8 @@ def _trace(nodes: list[Node], inputs: Mapping[Node, Kind], outputs: list[Node]) 
             ) from error
 
 
-def _fake(node: Node, kind: Kind) -> Any:
+def _fake(node: Node, leading: tuple[int, ...]) -> Any:
+    """Return a fake of a node's value, with these sizes of its first dimensions."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         if value is None:
@@ -122,7 +134,6 @@ def _fake(node: Node, kind: Kind) -> Any:
         return int(value.node.hint) if isinstance(value, torch.SymInt) and value.node.has_hint() else value
     sizes = []
     for dim, size in enumerate(value.shape):
-        leading = _LEADING.get(kind, ())
         if dim < len(leading):
             sizes.append(leading[dim])
         elif isinstance(size, torch.SymInt):
@@ -134,7 +145,7 @@ def _fake(node: Node, kind: Kind) -> Any:
     return torch.empty(sizes, dtype=value.dtype, device=value.device)
 
 
-def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
+def _derive(node: Node, known: dict[Node, Kind], leading: _Leading) -> Kind:
     """Return the kind of one ATen node's result."""
     kinds = {known.get(source, Kind.PLAIN) for source in node.all_input_nodes}
     if kinds <= {Kind.PLAIN}:
@@ -155,7 +166,7 @@ def _derive(node: Node, known: dict[Node, Kind]) -> Kind:
     kind = next((k for k in (Kind.ROWS, Kind.CELLS, Kind.SLOTS) if k in kinds), None)
     if kind is None or not kinds <= {kind, Kind.PLAIN} | ({Kind.SLOTS} if kind is Kind.CELLS else set()):
         raise Refused(f"{target} mixes {' and '.join(sorted(k.value for k in kinds))}", fix=_APART)
-    if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, _LEADING[kind]):
+    if not _keeps_apart(node, {n for n in node.all_input_nodes if known.get(n) is kind}, leading[kind]):
         raise Refused(f"{target} is not known to keep {kind.value} apart", fix=_APART)
     return kind
 

@@ -23,13 +23,14 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.expert_loops import (
     Loop,
+    Turn,
     anchors_of,
     find_loops,
     is_one_expert,
     is_transpose,
     matrix_operand,
 )
-from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of, storage_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import Builder, arg, copy_place, erase_unused, operands, skip_of, take_place
 
@@ -58,7 +59,8 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
     """Compute all turns in one, behind the last of their inputs."""
     first, here = loop.turns[0], Builder(facts.graph, after=loop.last)
     # Step 1: rows of all experts in expert order, and where each expert's rows end.
-    sizes = [here.method("size", turn.entries[0], 0) for turn in loop.turns]
+    entries = [[_in_front(here, entry, first.depth) for entry in turn.entries] for turn in loop.turns]
+    sizes = [here.method("size", own[0], 0) for own in entries]
     of_experts = sizes[:: loop.repeats]
     for again in range(1, loop.repeats):
         of_experts = [
@@ -66,8 +68,8 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
         ]
     offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, of_experts, first.entries[0])
     new: dict[Node, Node] = {}
-    for entries in zip(*(turn.entries for turn in loop.turns), strict=True):
-        new[entries[0]] = here.call(torch.cat, list(entries))
+    for entry, parts_of_it in zip(first.entries, zip(*entries, strict=True), strict=True):
+        new[entry] = here.call(torch.cat, list(parts_of_it))
 
     # Step 2: the first turn's computation, on all experts.
 
@@ -81,7 +83,7 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
     anchors = anchors_of(first)
     for node in first.body:
         if node in anchors:
-            new[node] = _grouped_anchor(here, node, set(first.views), new, offsets, ids)
+            new[node] = _grouped_anchor(here, node, first, new, offsets, ids)
         else:
             new[node] = here.copy(node, new)
         copy_place(node, new[node])
@@ -91,6 +93,9 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
     parts = here.call(torch.split, new[first.exit], sizes)
     for expert, turn in enumerate(loop.turns):
         part = here.call(operator.getitem, parts, expert)
+        if first.depth > 1:
+            sizes_of_rows = [here.method("size", turn.entries[0], dim) for dim in range(first.depth)]
+            part = here.method("reshape", part, *sizes_of_rows, shape_of(turn.exit)[-1])
         if storage_of(turn.exit) in changed:
             # A part of a split is a view that autograd does not let anybody change in place.
             part = here.method("clone", part)
@@ -106,22 +111,30 @@ def _group(facts: GraphFacts, loop: Loop) -> None:
     erase_unused(node for turn in loop.turns for node in (*turn.views, *turn.body))
 
 
+def _in_front(here: Builder, entry: Node, depth: int) -> Node:
+    """Write rows ``[.., n, d]`` as ``[R, 1, .., d]``: calls behind it mean the same dimensions."""
+    return entry if depth == 1 else here.method("reshape", entry, -1, *[1] * (depth - 1), shape_of(entry)[-1])
+
+
 def _grouped_anchor(
-    here: Builder, node: Node, views: set[Node], new: dict[Node, Node], offsets: Node, ids: Callable[[], Node]
+    here: Builder, node: Node, turn: Turn, new: dict[Node, Node], offsets: Node, ids: Callable[[], Node]
 ) -> Node:
     """Write a product or sum with one expert's parameter as one with those of all experts."""
-    use = matrix_operand(node, views)
+    use, views, depth = matrix_operand(node, set(turn.views)), set(turn.views), turn.depth
+
+    def of_rows(bias: Node) -> Node:
+        return _in_front(here, here.call(operator.getitem, new[bias], ids()), depth)
+
     if use == "bias":
         a, b = operands(node)
         bias, x = (a, b) if a in views else (b, a)
-        return here.call(operator.add, new.get(x, x), here.call(operator.getitem, new[bias], ids()))
+        return here.call(operator.add, new.get(x, x), of_rows(bias))
     x, w, *biases = operands(node)
     weight = here.method("transpose", new[w], 1, 2) if use == "linear" else new[w]
-    out = here.call(torch.ops.hecate.grouped_mm.default, new.get(x, x), weight, offsets, True)
+    rows = new.get(x, x) if depth == 1 else here.method("flatten", new[x], 0, depth - 1)
+    out = _in_front(here, here.call(torch.ops.hecate.grouped_mm.default, rows, weight, offsets, True), depth)
     if biases and biases[0] is not None:
-        bias = new.get(biases[0], biases[0])
-        if biases[0] in views:
-            bias = here.call(operator.getitem, bias, ids())
+        bias = of_rows(biases[0]) if biases[0] in views else new.get(biases[0], biases[0])
         out = here.call(operator.add, out, bias)
     return out
 

@@ -71,6 +71,10 @@ class GraphUnderTest:
             node.meta["example_value"] = function(*args, **kwargs)
         return node
 
+    def parts(self, whole: Node, count: int) -> list[Node]:
+        """The results of a call that has several."""
+        return [self.call(operator.getitem, whole, index) for index in range(count)]
+
     def experts(self, *shape: int) -> Node:
         """A gathered expert parameter ``[E, *shape]``."""
         shard = self.input(torch.randn(E, *shape))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
@@ -90,6 +91,48 @@ def test_several_calls_and_turns_of_each_expert(calls: int, turns: int, in_place
     assert names.count("index_add_" if in_place else "index_add") == calls * turns * E
     assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
     assert targets(gm).count("route.default") == calls and targets(gm).count("place.default") == 1
+
+
+def chunks(g: GraphUnderTest, between: Callable[[Node], Node], *, lead: tuple[int, ...] = (1,)) -> GraphModule:
+    """Capacities of all experts in one tensor, as DeepSpeed has them: ``[*lead, n, H]`` for each."""
+    hidden, w_in, w_out, bias = g.input(torch.randn(*lead, R, H)), g.experts(H, 2 * I), g.experts(H, I), g.experts(H)
+    outs = []
+    for expert, rows in enumerate(g.parts(g.method("chunk", hidden, E, len(lead)), E)):
+        h = g.call(operator.matmul, rows, g.call(operator.getitem, w_in, expert))
+        weights = [g.call(operator.getitem, parameter, expert) for parameter in (w_out, bias)]
+        outs.append(g.call(torch.nn.functional.linear, between(h), *weights))
+    return g.finish(g.call(torch.cat, outs, len(lead)))
+
+
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (2, 3)])
+def test_rows_in_several_dimensions(lead: tuple[int, ...], g: GraphUnderTest) -> None:
+    def gate(h: Node) -> Node:
+        # A positive dimension, which must mean the same where rows are in one.
+        a, b = g.parts(g.method("chunk", h, 2, len(lead) + 1), 2)
+        return g.call(operator.mul, g.call(torch.softmax, a, -1), b)
+
+    gm = chunks(g, gate, lead=lead)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    assert targets(gm).count("grouped_mm.default") == 2
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def test_refuses_rows_in_several_dimensions_that_meet() -> None:
+    def halves(g: GraphUnderTest, h: Node) -> Node:
+        return g.parts(g.method("chunk", h, 2, -1), 2)[0]
+
+    for between in (
+        lambda g, h: g.call(torch.softmax, halves(g, h), 2),
+        lambda g, h: g.call(torch.softmax, halves(g, h), 1),
+        lambda g, h: g.call(operator.sub, halves(g, h), g.method("mean", halves(g, h), 0, True)),
+        lambda g, h: g.method("squeeze", halves(g, h), 0),
+        lambda g, h: g.method("view", halves(g, h), 2, R // E, -1),
+        # Means another dimension where rows are in one.
+        lambda g, h: g.method("sum", g.method("unflatten", h, -1, (2, I)), 2),
+    ):
+        g = GraphUnderTest()
+        outcome = leaves_alone(group_expert_loops, g, chunks(g, partial(between, g), lead=(1, 2)))
+        assert len(outcome.skipped) == 1
 
 
 def test_turns_that_differ_from_one_to_the_next_are_calls(g: GraphUnderTest) -> None:
