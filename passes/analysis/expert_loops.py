@@ -86,7 +86,7 @@ class Loop:
         return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
-_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]) or one addition of a bias for each expert"
+_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]), norms, and sums and products with a vector of each expert"
 _LINEAR = (torch.nn.functional.linear, builtin_linear)
 _ALIKE = "compute every expert in the same way"
 
@@ -318,7 +318,7 @@ def _check_forms(turn: Turn) -> None:
         if rows.isdisjoint(others):
             raise Refused(f"{describe(node)} has an expert's parameter and no rows", node, fix=_FORMS)
     for view in turn.views:
-        if not (is_one_expert(view) or is_transpose(view) or is_cast(view)):
+        if not (is_one_expert(view) or is_transpose(view) or is_cast(view) or _is_elementwise(view)):
             raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
 
 
@@ -334,18 +334,32 @@ def is_one_expert(node: Node) -> bool:
 
 
 def matrix_operand(node: Node, views: set[Node]) -> str:
-    """Return how an anchor uses an expert's parameter: "product", "linear" or "bias". Raises Refused."""
+    """Return how an anchor uses an expert's parameters: "product", "linear", "norm" or "vector". Raises Refused."""
     args = operands(node)
     own = [index for index, arg in enumerate(args) if arg in views]
     if named(node, "matmul", "mm") and own == [1] and len(args) == 2:
         return "product"
     if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
         return "linear"
-    if named(node, "add") and len(own) == 1 and len(args) == 2:
-        value = value_of(args[own[0]])
-        if isinstance(value, torch.Tensor) and value.ndim == 1:
-            return "bias"
+    if (
+        named(node, "layer_norm", "rms_norm")
+        and own
+        and own[0] >= 2
+        and all(len(shape_of(args[i])) == 1 for i in own)
+    ):
+        return "norm"
+    if named(node, "add", "sub", "mul", "truediv") and len(own) == 1 and len(args) == 2:
+        # Of the last dimension of rows, which have more of them.
+        rows, vector = (value_of(args[index]) for index in (1 - own[0], own[0]))
+        if isinstance(vector, torch.Tensor) and vector.ndim == 1 and isinstance(rows, torch.Tensor) and rows.ndim > 1:
+            return "vector"
     raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
+
+
+def _is_elementwise(view: Node) -> bool:
+    """Tell whether a parameter is added to or multiplied with a number, as in ``(1 + weight)``."""
+    numbers = [given for given in operands(view) if isinstance(given, (int, float))]
+    return named(view, "add", "sub", "mul") and len(operands(view)) == 2 and len(numbers) == 1
 
 
 def is_transpose(node: Node) -> bool:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hecate.passes.analysis.expert_numbers import COUNTED
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import GraphFacts
+from hecate.passes.analysis.torch_values import GraphFacts, shape_of, value_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import (
     arg,
@@ -137,14 +138,17 @@ def _find_region(
     # Step 3: only rows, slots and values that all ranks have alike flow in, and nothing changes on the way.
     outside = {s for n in body for s in n.all_input_nodes} - set(body)
     facts.refuse_changes_of(outside | set(body), until=body[-1])
-    for node in outside - {*used, *entries, offsets, ids}:
-        if not facts.same_on_all_ranks(node):
+    own = sorted(n for n in outside - {*used, *entries, offsets, ids} if not facts.same_on_all_ranks(n))
+    for node in own:
+        if not _has_rows(node, matmuls[0]):
             raise Refused(
                 f"{describe(node)} is computed from this rank's own tokens and used on rows of others",
                 node,
                 fix="compute it before the rows are sorted, and carry it as a column of each row; or apply it behind "
                 "the experts",
             )
+    # What is combined with rows, one for each, travels with them.
+    entries += tuple(own)
     if any(user < offsets for lookup in lookups for user in lookup.users):
         raise Refused("biases are used before the rows of each expert are counted")
     facts.refuse_mixed_modes(inside, "between the expert matmuls")
@@ -162,6 +166,13 @@ def _find_region(
     )
     region.check_rows_apart()
     return region
+
+
+def _has_rows(node: Node, matmul: Node) -> bool:
+    """Tell whether a value has an element or a vector for each row of a matmul."""
+    rows, of_node = shape_of(matmul), shape_of(node)
+    floats = rows and of_node and value_of(node).is_floating_point()
+    return bool(floats) and statically_known_true(rows[0] == of_node[0])
 
 
 def _slot_values(gathers: Sequence[Node]) -> set[Node]:

@@ -20,6 +20,7 @@ from functools import cache
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from hecate.passes.analysis.expert_loops import (
     Loop,
@@ -32,7 +33,8 @@ from hecate.passes.analysis.expert_loops import (
 )
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of, storage_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import Builder, arg, copy_place, erase_unused, operands, skip_of, take_place
+from hecate.passes.fx import Builder, arg, copy_place, erase_unused, operands, option, skip_of, take_place
+from hecate.passes.match import named
 
 
 def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
@@ -125,10 +127,17 @@ def _grouped_anchor(
     def of_rows(bias: Node) -> Node:
         return _in_front(here, here.call(operator.getitem, new[bias], ids()), depth)
 
-    if use == "bias":
-        a, b = operands(node)
-        bias, x = (a, b) if a in views else (b, a)
-        return here.call(operator.add, new.get(x, x), of_rows(bias))
+    if use == "vector":
+        return here.copy(node, new | {view: of_rows(view) for view in node.all_input_nodes if view in views})
+    if use == "norm":
+        vectors = [option(node, 2, "weight"), option(node, 3, "bias") if named(node, "layer_norm") else None]
+        bare = {vector: None for vector in vectors if vector is not None}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source: bare.get(source, new.get(source, source)))
+        out = here.call(node.target, *args, **kwargs)
+        for vector, combine in zip(vectors, (operator.mul, operator.add), strict=True):
+            if vector is not None:
+                out = here.call(combine, out, of_rows(vector) if vector in views else new.get(vector, vector))
+        return out
     x, w, *biases = operands(node)
     weight = here.method("transpose", new[w], 1, 2) if use == "linear" else new[w]
     rows = new.get(x, x) if depth == 1 else here.method("flatten", new[x], 0, depth - 1)
@@ -141,7 +150,7 @@ def _grouped_anchor(
 
 def _grouped_view(here: Builder, view: Node, new: dict[Node, Node]) -> Node:
     """Write the view of one expert's matrix as a view of all: a leading dimension more."""
-    if arg(view, 0) not in new:
+    if is_one_expert(view):
         return arg(view, 0)
     if is_transpose(view):
         return here.method("transpose", new[arg(view, 0)], 1, 2)

@@ -206,11 +206,18 @@ def test_at_one_rank_rows_are_only_counted(g: GraphUnderTest) -> None:
         lambda g, x: g.call(torch.nn.functional.linear, x, g.parameter(I, I)),
         lambda g, x: g.call(operator.add, x, g.parameter(I)),
         lambda g, x: g.method("clamp", g.method("contiguous", x), min=None, max=1.0),
+        lambda g, x: g.call(operator.mul, x, _own(g)),
+        lambda g, x: g.call(operator.mul, x, g.method("sum", _own(g), 1, True)),
     ],
-    ids=["chunk", "norm", "softmax", "views", "linear", "vector", "clamp"],
+    ids=["chunk", "norm", "softmax", "views", "linear", "vector", "clamp", "a vector per row", "a value per row"],
 )
 def test_rewrites_rowwise_middles(middle: Body, g: GraphUnderTest) -> None:
     assert apply(exchange_rows, g, region(g, middle), world_size=2).rewritten == 1
+
+
+def _own(g: GraphUnderTest) -> Node:
+    """What is computed from this rank's tokens alone, once for each row."""
+    return g.call(torch.tanh, g.input(torch.rand(R, I)))
 
 
 def _then(value: Node, _: Node) -> Node:
@@ -243,7 +250,7 @@ REFUSED: dict[tuple[str, str], dict[str, Body]] = {
         "rows times rows": lambda g, x: g.call(operator.matmul, g.call(operator.matmul, x, g.method("t", x)), x),
     },
     ("own tokens", "a column of each row"): {
-        "one value per row": lambda g, x: g.call(operator.mul, x, g.input(torch.rand(R, 1))),
+        "a vector from this rank's tokens": lambda g, x: g.call(operator.mul, x, g.method("amax", _own(g), 0)),
         "scale from this rank's tokens": lambda g, x: g.call(
             operator.mul, x, g.method("amax", g.input(torch.rand(R, 3)))
         ),

@@ -135,6 +135,35 @@ def test_refuses_rows_in_several_dimensions_that_meet() -> None:
         assert len(outcome.skipped) == 1
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["layer_norm", "layer_norm, named", "rms_norm", "by hand", "scaled behind"])
+def test_vectors_of_each_expert(kind: str, depth: int, g: GraphUnderTest) -> None:
+    hidden, w, scale, shift = g.input(torch.randn(R, H)), g.experts(H, H), g.experts(H), g.experts(H)
+    outs = []
+    for expert in range(E):
+        x = g.call(operator.getitem, hidden, slice(4 * expert, 4 * expert + 4))
+        x = x if depth == 1 else g.method("unsqueeze", x, 0)
+        matrix, a, b = (g.call(operator.getitem, parameter, expert) for parameter in (w, scale, shift))
+        if kind == "layer_norm":
+            x = g.call(torch.nn.functional.layer_norm, x, (H,), a, b, 1e-5)
+        elif kind == "layer_norm, named":
+            x = g.call(torch.nn.functional.layer_norm, x, (H,), bias=b, weight=a)
+        elif kind == "rms_norm":
+            x = g.call(operator.sub, g.call(torch.rms_norm, x, (H,), a, None), b)
+        elif kind == "by hand":
+            squares = g.method("mean", g.method("pow", x, 2), -1, True)
+            x = g.call(operator.mul, x, g.call(torch.rsqrt, g.call(operator.add, squares, 1e-6)))
+            x = g.call(operator.mul, g.call(operator.add, 1.0, a), x)
+            x = g.call(operator.add, x, b)
+        x = g.call(operator.matmul, x, matrix)
+        if kind == "scaled behind":
+            x = g.call(operator.truediv, g.call(operator.mul, x, a), b)
+        outs.append(x)
+    gm = g.finish(*outs)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
 def test_turns_that_differ_from_one_to_the_next_are_calls(g: GraphUnderTest) -> None:
     gm = loop(g, turns=2, in_place=False, odd=[(1, expert) for expert in range(E)])
     assert apply(group_expert_loops, g, gm).rewritten == 1
