@@ -62,10 +62,10 @@ PASSES: tuple[Pass, ...] = (
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     drop_sentinels,       # masks of expert numbers that there are not -> nothing
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)
+    functionalize_rows,   # out.add_(b) -> out = out + b
     group_expert_loops,   # a loop over experts -> grouped matmuls
     flatten_batches,      # bmm and einsum over experts -> grouped matmuls
     normalize_matmuls,    # three spellings of a grouped matmul -> one
-    functionalize_rows,   # out.add_(b) -> out = out + b
     exchange_rows,        # gather all experts -> exchange tokens with their owners
     bucket_gradients,     # one all-reduce per dense parameter -> one per bucket
     keep_plans,           # checkpointed layers keep plans and exchanged rows

@@ -22,6 +22,7 @@ from hecate.wrap.attention_config import config_value
 STACK = "_hecate_stack"
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
+_ROUTER = re.compile(r"router|gate(?!_)|wg$")
 
 
 class NoExpertsError(ValueError):
@@ -80,7 +81,8 @@ def find_experts(
             continue
         fused = {key: p for key, p in module.named_parameters(recurse=False) if _per_expert_matrix(p)}
         if not fused:
-            listed = _listed_experts(name, module, chosen)
+            around = model.get_submodule(name.rpartition(".")[0]) if name else None
+            listed = _listed_experts(name, module, around, chosen)
             if isinstance(listed, ExpertsModule):
                 found.append(listed)
             elif listed is not None:
@@ -112,14 +114,14 @@ def find_experts(
     return found, passed_over
 
 
-def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule | PassedOver | None:
+def _listed_experts(
+    name: str, module: nn.Module, around: nn.Module | None, chosen: bool
+) -> ExpertsModule | PassedOver | None:
     """Return the record of a list of experts, or of a list that looks like it; None for anything else."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
         return None
-    last = name.rpartition(".")[2]
-    sign = "named in Config(experts=...)" if chosen else f"the name {last}"
-    # "moe" does not count here: that may be a list of layers.
-    if not chosen and "expert" not in last.lower():
+    sign = "named in Config(experts=...)" if chosen else _sign_of_a_list(name, len(module), around)
+    if sign is None:
         return None
     # A dictionary of experts may hold a dropout, too. An expert that stands twice shares parameters with itself.
     children = [m for m in children_of(module).values() if m is not None]
@@ -143,6 +145,19 @@ def _listed_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule
         members=members,
         names=names,
     )
+
+
+def _sign_of_a_list(name: str, length: int, around: nn.Module | None) -> str | None:
+    last = name.rpartition(".")[2]
+    # "moe" does not count here: that may be a list of layers.
+    if "expert" in last.lower():
+        return f"the name {last}"
+    beside = around.named_parameters() if around is not None else ()
+    for key, parameter in beside:
+        owner = key.partition(".")[0]
+        if owner != last and _ROUTER.search(owner) and parameter.ndim == 2 and parameter.shape[0] == length:
+            return f"the router {key} {list(parameter.shape)}"
+    return None
 
 
 def _check_shared(found: Sequence[ExpertsModule]) -> None:
@@ -183,7 +198,7 @@ def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter
 
 def _is_router(key: str, parameter: torch.Tensor, fused: dict[str, nn.Parameter]) -> bool:
     """Return whether a parameter in an experts module is a router's ``[E, H]``, and no bias of the experts."""
-    return parameter.ndim == 2 and bool(re.search(r"router|gate(?!_)|wg$", key)) and "bias" not in key
+    return parameter.ndim == 2 and bool(_ROUTER.search(key)) and "bias" not in key
 
 
 def counts_experts(config: object) -> bool:

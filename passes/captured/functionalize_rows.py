@@ -1,6 +1,6 @@
 """functionalize_rows: in-place operations on the result of an expert matmul become plain ones.
 
-Needs    hecate.grouped_mm nodes (after normalize_matmuls).
+Needs    calls that read gathered experts and return memory of their own: products, sums with a bias.
 Changes  out.add_(b); f(out)   becomes   new = out.add(b); f(new)
 Never    touches a tensor that somebody took a view of before: the view would miss the change.
 """
@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, value_of
+from hecate.passes.analysis.torch_values import (
+    PLAIN_FORM,
+    GraphFacts,
+    gathers_by_layer,
+    mutates,
+    storage_of,
+    value_of,
+)
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import calls, describe, skip_of
+from hecate.passes.fx import computed_from, describe, skip_of
 
 _PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -30,9 +37,7 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
     """Follow each matmul result through the in-place operations on it."""
     rewritten, skipped = 0, []
     modes = GraphFacts(gm.graph).grad_modes
-    for node in list(gm.graph.nodes):
-        if not calls(node, torch.ops.hecate.grouped_mm):
-            continue
+    for node in _results(gm):
         current = node
         while True:
             changes = sorted(u for u in current.users if mutates(u) is current)
@@ -49,6 +54,13 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
             current = _replace(gm, current, change, plain)
             rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _results(gm: GraphModule) -> list[Node]:
+    """Return the nodes that compute with gathered experts and other values, and are no views of either."""
+    views = computed_from(gather for gathers in gathers_by_layer(gm.graph).values() for gather in gathers)
+    users = sorted({user for view in views for user in view.users if user not in views and mutates(user) is None})
+    return [node for node in users if storage_of(node) not in {None, *map(storage_of, node.all_input_nodes)}]
 
 
 def _plain_target(change: Node) -> Any:

@@ -41,6 +41,22 @@ def test_router_beside_the_weights_is_a_sign_and_is_not_sharded() -> None:
     assert "router gate" in found.sign
 
 
+class ListUnderAnotherName(nn.Module):
+    """A list of as many modules as a router tells apart, beside one of as many layers as there are classes."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)) for _ in range(4))
+        self.add_module(router, nn.Linear(8, 4, bias=False))
+
+
+def test_a_router_beside_a_list_is_a_sign() -> None:
+    model = nn.ModuleDict({"moe": ListUnderAnotherName("gate"), "dense": ListUnderAnotherName("head")})
+    (found,), passed_over = find_experts(model)
+    assert (found.name, found.num_experts, len(found.members)) == ("moe.mlp", 4, 4)
+    assert found.sign == "the router gate.weight [4, 8]" and passed_over == []
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()

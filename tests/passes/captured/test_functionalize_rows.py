@@ -4,8 +4,9 @@ import operator
 
 import torch
 
+from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
-from tests.support.graphs import GraphUnderTest, H, I, apply, leaves_alone, targets
+from tests.support.graphs import E, GraphUnderTest, H, I, R, apply, leaves_alone, targets
 
 
 def _product(g: GraphUnderTest) -> tuple[torch.fx.Node, torch.fx.Node]:
@@ -31,6 +32,22 @@ def test_keeps_the_dtype_of_the_target(g: GraphUnderTest) -> None:
     gm = g.finish(out)
     assert apply(functionalize_rows, g, gm).rewritten == 1
     assert gm(*g.inputs)[0].dtype == torch.bfloat16
+
+
+def test_batched_products_and_sums_with_biases(g: GraphUnderTest) -> None:
+    rows = g.call(torch.bmm, g.input(torch.randn(E, R, H)), g.experts(H, I))
+    g.call(operator.iadd, rows, g.experts(1, I))
+    total = g.call(operator.add, rows, g.experts(1, I))
+    g.method("mul_", total, 2.0)
+    gm = g.finish(g.call(torch.nn.functional.silu, total))
+    assert apply(functionalize_rows, g, gm).rewritten == 2
+    assert apply(flatten_batches, g, gm).rewritten == 1
+
+
+def test_leaves_alone_views_of_parameters(g: GraphUnderTest) -> None:
+    weight = g.method("clone", g.experts(H, I))
+    g.method("mul_", weight, 2.0)
+    leaves_alone(functionalize_rows, g, g.finish(g.call(torch.bmm, g.input(torch.randn(E, R, H)), weight)))
 
 
 def test_leaves_alone_what_was_read_before(g: GraphUnderTest) -> None:
