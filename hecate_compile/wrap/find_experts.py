@@ -22,7 +22,7 @@ from hecate.wrap.attention_config import config_value
 STACK = "_hecate_stack"
 _COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
-_ROUTER = re.compile(r"router|gate(?!_)|wg$")
+_ROUTER = re.compile(r"router|(?<![a-z])gate(?!_)|wg$")
 
 
 class NoExpertsError(ValueError):
@@ -105,6 +105,10 @@ def find_experts(
             if parameter.ndim >= 2 and parameter.shape[0] == num_experts and not _is_router(key, parameter, fused)
         )
         found.append(ExpertsModule(name=name, module=module, parameters=keys, num_experts=num_experts, sign=sign))
+    # A list beside a router in which others are is one of layers.
+    by_router = [one for one in found if one.members and one.sign.startswith("the router")]
+    layers = [one for one in by_router if any(other.name.startswith(f"{one.name}.") for other in found)]
+    found = [one for one in found if one not in layers]
     unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
     if not found or unmatched:
         raise NoExpertsError(
@@ -152,11 +156,14 @@ def _sign_of_a_list(name: str, length: int, around: nn.Module | None) -> str | N
     # "moe" does not count here: that may be a list of layers.
     if "expert" in last.lower():
         return f"the name {last}"
-    beside = around.named_parameters() if around is not None else ()
-    for key, parameter in beside:
-        owner = key.partition(".")[0]
-        if owner != last and _ROUTER.search(owner) and parameter.ndim == 2 and parameter.shape[0] == length:
-            return f"the router {key} {list(parameter.shape)}"
+    beside = children_of(around) if around is not None else {}
+    members = beside.get(last)
+    widths = {size for p in members.parameters() for size in p.shape[1:]} if members is not None else set()
+    for owner, module in beside.items():
+        weight = getattr(module, "weight", None) if owner != last and _ROUTER.search(owner) else None
+        sizes = list(weight.shape) if isinstance(weight, torch.Tensor) else []
+        if len(sizes) == 2 and sizes[0] == length and sizes[1] in widths:
+            return f"the router {owner}.weight {sizes}"
     return None
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from hecate.passes.analysis.torch_values import storage_of, value_of
+from hecate.passes.analysis.torch_values import shape_of, storage_of, value_of
 from hecate.passes.fx import arg, is_getitem, operands, option
-from hecate.passes.match import name_of, named, uncast
+from hecate.passes.match import is_cast, name_of, named
 
 _Dims = frozenset[int]
 _NONE: _Dims = frozenset()
@@ -23,15 +23,19 @@ def come_once(numbers: Node, changed: Collection[int | None]) -> bool:
         numbers: a line of them, also from ``mask.nonzero(as_tuple=True)``.
         changed: storages that are changed in place anywhere in the graph.
     """
-    found = uncast(numbers)
-    if not is_getitem(found) or type(arg(found, 1)) is not int:
+    found = numbers
+    while _is_exact_cast(found) and not _is_changed(found, changed):
+        found = arg(found, 0)
+    if not is_getitem(found) or type(arg(found, 1)) is not int or _is_changed(found, changed):
         return False
     source = arg(found, 0)
-    where = named(source, "where") and len(source.args) == 1
+    where = named(source, "where") and len(operands(source)) == 1
     if not (where or (named(source, "nonzero") and option(source, 1, "as_tuple") is True)):
         return False
-    mask = arg(source, 0)
+    mask = operands(source)[0]
     dims = _ndim(mask)
+    if dims == 0:
+        return False
     others = {dim for dim in range(dims) if dim != arg(found, 1) % dims}
     return not others or (len(others) == 1 and others <= _along(mask, changed, _one_true))
 
@@ -43,14 +47,26 @@ def _ndim(node: Any) -> int:
 
 def _along(node: Any, changed: Collection[int | None], of: Callable[..., _Dims]) -> _Dims:
     """Return the dimensions along which ``of`` says something, of what ``node`` is a view of."""
-    node = uncast(node)
-    if not isinstance(value_of(node), torch.Tensor) or None in changed or storage_of(node) in changed:
+    if _is_changed(node, changed):
         return _NONE
-    view = _view(node)
+    view = (arg(node, 0), {dim: dim for dim in range(_ndim(node))}) if _is_exact_cast(node) else _view(node)
     if view is None:
         return of(node, changed)
     source, places = view
     return frozenset(places[dim] for dim in _along(source, changed, of) if dim in places)
+
+
+def _is_changed(node: Any, changed: Collection[int | None]) -> bool:
+    """Return whether a node's tensor is changed in place anywhere, or nothing is known about it."""
+    return not isinstance(value_of(node), torch.Tensor) or None in changed or storage_of(node) in changed
+
+
+def _is_exact_cast(node: Any) -> bool:
+    """Return whether numbers, or booleans, that differ do so behind a cast, too."""
+    value, before = (value_of(one) for one in (node, arg(node, 0) if is_cast(node) else None))
+    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    return value.dtype == before.dtype or value.dtype in (torch.int32, torch.int64)
 
 
 def _one_true(node: Node, changed: Collection[int | None]) -> _Dims:
@@ -59,8 +75,11 @@ def _one_true(node: Node, changed: Collection[int | None]) -> _Dims:
     if named(node, "one_hot"):
         # One for each number, and the numbers differ.
         return _along(arg(node, 0), changed, _differ) | {dims - 1}
-    if named(node, "bool"):
-        return _along(arg(node, 0), changed, _one_true)
+    if named(node, "bool", "to", "float", "half", "bfloat16") and node.op == "call_method":
+        # What is not zero stays so.
+        whole = value_of(arg(node, 0))
+        booleans = isinstance(whole, torch.Tensor) and not whole.is_floating_point()
+        return _along(arg(node, 0), changed, _one_true) if booleans else _NONE
     if not named(node, "eq", "__eq__"):
         return _NONE
     found: set[int] = set()
@@ -109,19 +128,22 @@ def _view(node: Node) -> tuple[Node, dict[int, int]] | None:
         given = node.args[1:] if len(node.args) > 2 else option(node, 1, "dims")
         return source, {dim % dims: place for place, dim in enumerate(given)}
     if name in ("transpose", "swapaxes"):
-        return source, _swapped(dims, arg(node, 1), arg(node, 2))
+        pair = [option(node, 1, "dim0"), option(node, 2, "dim1")]
+        return source, _swapped(dims, *pair) if all(type(dim) is int for dim in pair) else {}
     if dims == 2 and (name in ("t", "numpy_T", "mT") or (name == "getattr" and arg(node, 1) in ("T", "mT"))):
         return source, _swapped(dims, 0, 1)
     if name == "unsqueeze":
-        new = arg(node, 1) % (dims + 1)
+        new = option(node, 1, "dim") % (dims + 1)
         return source, {dim: dim + (dim >= new) for dim in range(dims)}
-    if name in ("select", "squeeze") and type(option(node, 1, "dim")) is int:
-        return source, _without(dims, option(node, 1, "dim"))
+    if name in ("select", "squeeze") and type(gone := option(node, 1, "dim")) is int:
+        # A dimension of another size than one is not squeezed.
+        kept = name == "squeeze" and not (type(size := shape_of(source)[gone]) is int and size == 1)
+        return source, {} if kept else _without(dims, gone)
     if name in ("view", "reshape", "flatten"):
-        value, whole = value_of(node), value_of(source)
+        last, before = shape_of(node)[-1:], shape_of(source)[-1:]
         # The numbers of a row stay together.
-        kept = dims > 0 and type(whole.shape[-1]) is int and value.ndim > 0 and value.shape[-1] == whole.shape[-1]
-        return source, {dims - 1: value.ndim - 1} if kept else {}
+        kept = all(type(size) is int for size in (*last, *before)) and len(last) > 0 and last == before
+        return source, {dims - 1: _ndim(node) - 1} if kept else {}
     return (source, {dim: dim for dim in range(dims)}) if name == "detach" else None
 
 

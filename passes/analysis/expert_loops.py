@@ -313,10 +313,12 @@ def _check_forms(turn: Turn) -> None:
             rows.add(node)
     for node in sorted(anchors_of(turn)):
         use, given = matrix_operand(node, set(turn.views)), operands(node)
-        others = [one for one in given if one not in turn.views] if use == "bias" else given[:1]
+        others = [one for one in given if one not in turn.views] if use == "vector" else given[:1]
         # What is computed of an expert's parameters and a shared matrix has no rows, and would be sorted like them.
         if rows.isdisjoint(others):
             raise Refused(f"{describe(node)} has an expert's parameter and no rows", node, fix=_FORMS)
+        if use in ("vector", "norm") and len(shape_of(others[0])) != turn.depth + 1:
+            raise Refused(f"{describe(node)} has an expert's vector and rows in other dimensions", node, fix=_FORMS)
     for view in turn.views:
         if not (is_one_expert(view) or is_transpose(view) or is_cast(view) or _is_elementwise(view)):
             raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)

@@ -57,6 +57,20 @@ def test_a_router_beside_a_list_is_a_sign() -> None:
     assert found.sign == "the router gate.weight [4, 8]" and passed_over == []
 
 
+class GatedLayers(nn.Module):
+    """As many layers as their gate has lines, each with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": ListUnderAnotherName("gate").mlp}) for _ in range(4))
+        self.gate = nn.Linear(8, 4)
+
+
+def test_a_list_of_layers_with_experts_is_none_of_experts() -> None:
+    found, _ = find_experts(GatedLayers())
+    assert [experts.name for experts in found] == [f"layers.{layer}.experts" for layer in range(4)]
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,24 @@ def _changed(scores: Tensor) -> Tensor:
     return torch.where(ids == 0)[0]
 
 
+def _copy_changed(scores: Tensor) -> Tensor:
+    ids = scores.topk(K).indices.clone()
+    ids[:, 0] = 0
+    return torch.where(ids == 0)[0]
+
+
+def _mask_changed(scores: Tensor) -> Tensor:
+    mask = (scores.topk(K)[1] == 2).float()
+    mask[:, :2] = 1
+    return torch.where(mask)[0]
+
+
+def _numbers_changed(scores: Tensor) -> Tensor:
+    numbers = torch.where(scores.topk(K)[1] == 2)[0]
+    numbers.clamp_(max=1)
+    return numbers
+
+
 DISTINCT: dict[str, Choice] = {
     "topk": lambda s: torch.where(s.topk(K)[1] == 2)[0],
     "topk by name": lambda s: torch.where(torch.topk(s, K, dim=1).indices.long() == 2)[0],
@@ -42,6 +60,12 @@ DISTINCT: dict[str, Choice] = {
     "unbound": lambda s: torch.where((s.topk(K)[1][..., None] == torch.arange(EXPERTS)).unbind(-1)[2])[0],
     "some of an order": lambda s: torch.where(s.argsort(dim=-1, descending=True)[:, :K] == 2)[0],
     "in another shape": lambda s: torch.where(s.view(2, -1, EXPERTS).topk(K)[1].view(-1, K) == 2)[0],
+    "a mask of floats, squeezed": lambda s: torch.where(
+        torch.nn.functional.one_hot(s.topk(K)[1], EXPERTS)[..., 2].float().unsqueeze(0).squeeze(0)
+    )[0],
+    "names of dimensions": lambda s: torch.where(
+        (s.topk(K)[1] == 2).unsqueeze(dim=0).transpose(dim0=1, dim1=2)[0]
+    )[1],
     "one number for each token": lambda s: torch.where(s.topk(K)[1] == s.argmin(-1, keepdim=True))[0],
 }  # fmt: skip
 
@@ -56,6 +80,12 @@ UNKNOWN: dict[str, Choice] = {
     "several dimensions": lambda s: torch.where(s.view(2, -1, EXPERTS).topk(K)[1] == 2)[0],
     "rounded": lambda s: torch.where(s.topk(K)[1].half() == 2)[0],
     "changed in place": _changed,
+    "a copy changed in place": _copy_changed,
+    "a mask changed in place": _mask_changed,
+    "numbers changed in place": _numbers_changed,
+    "numbers as booleans": lambda s: torch.where(s.topk(K)[1].to(torch.bool) == 1)[0],
+    "numbers of eight bits": lambda s: torch.where(s.topk(K)[1].to(torch.uint8) == 2)[0],
+    "not squeezed": lambda s: torch.where(torch.nn.functional.one_hot(s.topk(K)[1], EXPERTS)[..., 2].squeeze(0))[1],
     "not the numbers of a mask": lambda s: s.topk(K)[1][:, 0],
 }
 

@@ -195,6 +195,22 @@ def test_refuses_what_is_computed_of_parameters_and_no_rows(g: GraphUnderTest) -
     assert "an expert's parameter and no rows" in outcome.skipped[0].reason
 
 
+@pytest.mark.parametrize("kind", ["norm", "product"])
+def test_refuses_vectors_of_parts_of_rows(kind: str, g: GraphUnderTest) -> None:
+    hidden, w, scale = g.input(torch.randn(R, H)), g.experts(H, H), g.experts(H // 2)
+    outs = []
+    for expert in range(E):
+        x = g.call(operator.getitem, hidden, slice(4 * expert, 4 * expert + 4))
+        heads = g.method("view", g.call(operator.matmul, x, g.call(operator.getitem, w, expert)), -1, 2, H // 2)
+        vector = g.call(operator.getitem, scale, expert)
+        if kind == "norm":
+            outs.append(g.call(torch.nn.functional.layer_norm, heads, (H // 2,), vector))
+        else:
+            outs.append(g.call(operator.mul, heads, vector))
+    outcome = leaves_alone(group_expert_loops, g, g.finish(*outs))
+    assert "rows in other dimensions" in outcome.skipped[0].reason
+
+
 def test_refuses_a_turn_that_needs_an_earlier_one(g: GraphUnderTest) -> None:
     rows, weights = g.input(torch.randn(3, H)), g.experts(H, H)
     for expert in range(E):
