@@ -78,7 +78,7 @@ def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_models() -> None:
     for found in run_ranks("tests.test_docs:train_models", 2):
-        assert len(found["blocks"]) == 10
+        assert len(found["blocks"]) == 11
         for name, one in found["blocks"].items():
             assert (one["exchanged"], one["skipped"]) == (1, []), (name, one)
             assert one["error"] < 1e-5, (name, one)
