@@ -3,7 +3,7 @@
     make bench-step                      all of it, about 15 minutes on two cores
     python -m benchmarks.compile_and_step --only two --rounds 100
 
-Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
+Five measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
 
     compile   first forward and backward with empty caches: plain torch.compile, hecate.compile,
               in separate processes, alternating, one rank each
@@ -11,6 +11,8 @@ Four measurements on one Qwen3-MoE with random weights, in fp32 with Inductor:
     two       a training step at two ranks (gloo): hecate.compile, DistributedDataParallel under torch.compile,
               transformers' own expert parallelism (eager, as it ships), hecate with policy="static" and "gather"
     skewed    the same with a router that prefers one rank's experts: hecate.compile, hecate with policy="static"
+    floor     its MoE layers alone, kept from the compiler: hecate.compile, which runs them as Python with all experts
+              gathered, and FSDP2's fully_shard of each
 
 A step is forward, backward, AdamW and zero_grad. Systems alternate step by step in the same processes, so that
 whatever else the machine does hits all of them; a ratio is the median over rounds of (system / baseline) in the
@@ -183,6 +185,48 @@ def skew(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+class Layers(torch.nn.Module):
+    """The MoE layers of a model with residuals between them, which no graph may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layer.mlp for layer in build_model().model.layers)
+        for layer in self.layers:
+            layer.forward = torch.compiler.disable(layer.forward)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+def child_floor(rounds: str) -> dict[str, list[float]]:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    sharded = Layers()
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(512, 256, generator=generator)
+
+    def stepping(model: torch.nn.Module) -> Step:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def step(ids: torch.Tensor) -> None:
+            model(table[ids]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    systems = {"FSDP2": stepping(sharded), "hecate, layers as Python": stepping(compile_hecate(Layers()))}
+    samples = time_steps(systems, int(rounds), 3)
+    dist.barrier()
+    return samples
+
+
 def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: float) -> Any:
     """Run ``child_<mode>(argument)`` on ``ranks`` processes; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -238,16 +282,17 @@ def table(samples: dict[str, list[float]], baseline: str, unit: float, name: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["compile", "one", "two", "skewed"], help="one of the measurements")
+    parser.add_argument(
+        "--only", choices=["compile", "one", "two", "skewed", "floor"], help="one of the measurements"
+    )
     parser.add_argument("--rounds", type=int, default=40, help="rounds of steps")
     parser.add_argument("--compiles", type=int, default=3, help="compilations of each system")
     parser.add_argument("--child", nargs=3, metavar=("MODE", "ARGUMENT", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         mode, argument, out = args.child
-        result = {"compile": child_compile, "one": child_one, "two": child_two, "skewed": child_skewed}[mode](
-            argument
-        )
+        children = {"compile": child_compile, "one": child_one, "two": child_two, "skewed": child_skewed}
+        result = (children | {"floor": child_floor})[mode](argument)
         if os.environ.get("RANK", "0") == "0":
             Path(out).write_text(json.dumps(result))
         return
@@ -271,7 +316,8 @@ def main() -> None:
         found["compile"] = samples
         print(table(samples, "plain", 1, "first forward and backward, s"), end="\n\n", flush=True)
     with tempfile.TemporaryDirectory() as caches:
-        for mode, ranks, baseline in (("one", 1, "torch.compile"), ("two", 2, "hecate"), ("skewed", 2, "hecate")):
+        steps = (("one", 1, "torch.compile"), ("two", 2, "hecate"), ("skewed", 2, "hecate"), ("floor", 2, "FSDP2"))
+        for mode, ranks, baseline in steps:
             if args.only in (None, mode):
                 found[mode] = run_child(mode, str(args.rounds), ranks=ranks, caches=caches, timeout=1800)
                 print(table(found[mode], baseline, 1e3, f"step at {ranks} rank(s), ms"), end="\n\n", flush=True)

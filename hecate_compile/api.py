@@ -48,6 +48,7 @@ def explain(model: nn.Module) -> Explanation:
         loops=state.loops,
         parameters=kept_parameters(model),
         text_model=state.text_model,
+        in_python=state.forward.whole_layers.found,
     )
 
 

@@ -55,6 +55,8 @@ from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import choose_carrier, shard_model
 from hecate.wrap.text_model import find_text_model, towers_beside
+from hecate.wrap.whole_layers import WholeLayers
+from hecate.wrap.whole_runs import Gathering
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -191,7 +193,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
     # Loops over experts are changed to take every turn, or refused.
     loops = ChangedLoops()
     if make_loops_traceable.__name__ not in config.disable_passes:
-        loops = make_loops_traceable(model, experts, ranks=ranks.group.size)
+        loops = make_loops_traceable(model, experts)
     return _Found(
         config=config,
         mesh=ranks,
@@ -311,6 +313,7 @@ def _forward(
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
     )
+    gathering = Gathering(world=everyone, dtype=_param_dtype(config), step=sharded.step)
     return CompiledForward(
         traces,
         between=between,
@@ -320,6 +323,7 @@ def _forward(
         precision=config.mixed_precision,
         outside_gradients=outside_gradients,
         same_batches=SameBatches(everyone, enabled=in_graphs),
+        whole_layers=WholeLayers(model, found.experts, sync, gathering),
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,
     )

@@ -52,7 +52,7 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 optimize = torch._dynamo.optimize
 reset_dynamo = torch._dynamo.reset
@@ -201,6 +201,11 @@ TOTAL_NORM, UNSCALE = "_get_total_norm", "_unscale_grads_"
 def in_backward() -> bool:
     """Return whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the inner pair of hooks through which autograd saves tensors here, to pack and to unpack."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

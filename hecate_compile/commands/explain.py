@@ -132,7 +132,7 @@ def explain(
     """Say what Hecate finds, rewrites and skips in MODEL, and why. Needs no weights, and no other ranks.
 
     Ends with code 0; 1 if the model cannot be compiled, 2 if MODEL or an option cannot be used, 3 with --strict if
-    a layer gathers its experts.
+    a layer gathers its experts, or is in no graph that could be shown.
 
     Example: hecate explain qwen3_moe --ranks 16 --nodes 2
     """
@@ -151,5 +151,5 @@ def explain(
     # Tables of the explanation have a width of their own.
     screen.print(str(made.explanation), soft_wrap=True)
     made.print_notes(screen)
-    if strict and any(not region.rewritten for region in made.explanation.regions):
+    if strict and (made.explanation.gathers or made.explanation.unseen):
         raise typer.Exit(3)

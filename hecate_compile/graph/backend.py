@@ -27,7 +27,7 @@ from hecate.passes.fx import arg, bodies_of
 from hecate.passes.runner import run_passes
 from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
-from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.agreement import DisagreementError, agree
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
@@ -36,8 +36,8 @@ from hecate.runtime.state.layer import Layer, Relaying, get_layer
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
-from hecate.wrap.graph_breaks import break_near
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
+from hecate.wrap.graph_breaks import break_near, places_around, places_in
+from hecate.wrap.parameter_reads import WITHOUT_TRACING, untraced_read
 from hecate.wrap.untraced_loops import chosen_by_data
 
 log = logging.getLogger("hecate")
@@ -171,8 +171,9 @@ class Backend:
         context = self._context()
         bodies = [body.graph for body in bodies_of(gm)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
-        for body in bodies:
-            refuse_chosen_experts(body, self.world, sys._getframe())
+        if self.world.size > 1 or (mode is not None and mode.first):
+            for body in bodies:
+                refuse_chosen_experts(body, sys._getframe())
         records = run_passes(
             gm,
             context,
@@ -190,16 +191,14 @@ class Backend:
         comparing = comparing and mode is not None and communicates(gm, training=mode.training)
         if comparing:
             self.compared += 1
-            agree(
-                fingerprint(gm, everything=self.compares_all),
-                f"graph {number}",
-                "Every rank must run the same model code: look for branches on the rank or on local data, "
-                "and for inputs that only some ranks are given, such as images: give all ranks the same ones, masked "
-                "where there is nothing, or let the model say which part is its tower (docs/models.md). "
-                "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph. "
-                f"{WITHOUT_TRACING}",
-                self.world,
-            )
+            try:
+                self._compare(gm, number)
+            except DisagreementError as error:
+                # Data may have cut a layer's code, which is the same on all ranks if it runs as Python.
+                # What is being compiled does not run yet.
+                traces = (node.stack_trace for node in gm.graph.nodes)
+                error.places = places_around(sys._getframe()) + places_in(next(filter(None, traces), ""))
+                raise
         try:
             compiled = lower(
                 gm,
@@ -229,6 +228,18 @@ class Backend:
                     self.world,
                 )
         return compiled
+
+    def _compare(self, gm: GraphModule, number: int) -> None:
+        agree(
+            fingerprint(gm, everything=self.compares_all),
+            f"graph {number}",
+            "Every rank must run the same model code: look for branches on the rank or on local data, "
+            "and for inputs that only some ranks are given, such as images: give all ranks the same ones, masked "
+            "where there is nothing, or let the model say which part is its tower (docs/models.md). "
+            "HECATE_DUMP=<folder> HECATE_DUMP_RANKS=all writes each rank's graph. "
+            f"{WITHOUT_TRACING}",
+            self.world,
+        )
 
     def _context(self) -> PassContext:
         size, topology, config = self.world.size, self.placer.topology, self.config
@@ -296,10 +307,8 @@ def _tokens(gm: GraphModule) -> int:
     return max(ids) or max(others)
 
 
-def refuse_chosen_experts(graph: Graph, world: World, frame: FrameType) -> None:
+def refuse_chosen_experts(graph: Graph, frame: FrameType) -> None:
     """Raise if a graph captured inside ``frame`` has some experts of a list, and data decide which."""
-    if world.size == 1:
-        return
     for number, gathers in gathers_by_layer(graph).items():
         layer, users = get_layer(number), [user for gather in gathers for user in gather.users]
         experts = {arg(user, 1) for user in users if is_one_expert(user)}
@@ -307,11 +316,12 @@ def refuse_chosen_experts(graph: Graph, world: World, frame: FrameType) -> None:
             continue
         loop = chosen_by_data(frame, layer, [gather.stack_trace or "" for gather in gathers])
         if loop is not None:
-            raise UntracedReadError(
-                f"hecate: {layer.name} is called in a loop that torch.compile did not trace, expert by "
-                f"expert, and data decide which.\n{loop}\n"
+            raise untraced_read(
+                f"{layer.name} is called in a loop that torch.compile did not trace, expert by expert, and data "
+                f"decide which.\n{loop}",
                 "Ranks must call the same experts, because they exchange them, and other tokens choose others. A "
                 "branch on how many rows an expert has (`if rows.numel() == 0: continue`) can be left out: zero "
                 "rows cost nothing. Run with TORCH_LOGS=graph_breaks to see what else breaks the graph. "
-                f"{WITHOUT_TRACING}"
+                f"{WITHOUT_TRACING}",
+                layer=layer.name,
             )

@@ -74,6 +74,11 @@ def capturing() -> Iterator[list[Captured]]:
         _capture.reset(token)
 
 
+def runs_nothing() -> bool:
+    """Return whether this is inside :func:`capturing`."""
+    return _capture.get() is not None
+
+
 _NO_RATES = PassContext(world_size=1).rates
 
 

@@ -49,10 +49,10 @@ _HOOKS_TOGETHER = (
 
 @dataclass(eq=False)
 class _Trace:
-    """A callable with graphs of its own, and the grad modes in which it has been called."""
+    """A callable with graphs of its own, and the modes in which it has been called: with gradients, for training."""
 
     call: Callable[..., Any]
-    modes: set[bool] = field(default_factory=set)
+    modes: set[tuple[bool, bool]] = field(default_factory=set)
     graphs: list[GraphRecord] = field(default_factory=list)
 
 
@@ -78,13 +78,20 @@ class Traces:
         # Weak: the model holds this.
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
         self._text_model = weakref.ref(text_model) if text_model is not None else None
-        self._communicates = backend.communicates and backend.world.group is not None
+        self.communicates = backend.communicates and backend.world.group is not None
         self._changes, self._parts = changes, dict[nn.Module, Traces]()
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
         self.refused: str | None = None
         self._here = self._hooks.now(model)
         # By the hooks that are in them, the last used last.
         self._traces: dict[Hooks, _Trace] = {self._here: self._trace()}
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is called."""
+        model = self._model()
+        assert model is not None, "it is the model that is called"
+        return model
 
     def of(self, part: nn.Module) -> Traces:
         """Return those of a module inside the model, for who calls it instead of the model."""
@@ -97,13 +104,11 @@ class Traces:
 
     def before_forward(self) -> None:
         """Turn to graphs with the hooks that there are now. A collective if these changed: ranks compare them."""
-        model = self._model()
-        assert model is not None, "it is the model that is called"
-        hooks = self._hooks.now(model)
+        hooks = self._hooks.now(self.model)
         # An equal identity may be that of another function, where the one that had it is gone.
         if hooks is self._here or (hooks == self._here and _alive(self._here)):
             return
-        if self._communicates:
+        if self.communicates:
             group = self._backend.world.group
             assert group is not None
             # Hooks are compared by their names, which are the same on all ranks.
@@ -132,7 +137,7 @@ class Traces:
     def _all_have(self, have: bool) -> bool:
         """Return whether no rank must trace: objects may be gone on some ranks and not on others."""
         world = self._backend.world
-        if not self._communicates:
+        if not self.communicates:
             return have
         found = torch.tensor([have], dtype=torch.int64, device=world.control_device)
         collectives.all_reduce(found, world, dist.ReduceOp.MIN)
@@ -156,13 +161,16 @@ class Traces:
             self._compared = self._backend.compared - before
 
     def _note_written(self) -> None:
-        model = self._model()
-        assert model is not None, "it is the model that is called"
-        self._backend.written.update(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        self._backend.written.update(
+            id(parameter) for parameter in self.model.parameters() if parameter.requires_grad
+        )
 
     def is_first(self, *, training: bool) -> bool:
-        """Return whether this grad mode is new, so that all ranks compile, and compare their graphs."""
-        return training not in self._traces[self._here].modes
+        """Return whether this mode is new, so that all ranks compile, and compare their graphs."""
+        return self._mode(training) not in self._traces[self._here].modes
+
+    def _mode(self, training: bool) -> tuple[bool, bool]:
+        return training, self.model.training
 
     def after_forward(self, *, training: bool) -> None:
         """Trace the model once more if its graph broke in the first forward with gradients, and might not again."""
@@ -170,10 +178,14 @@ class Traces:
         # the first graphs would average gradients in other portions than one whose batch has a new shape.
         if training and not self._settled:
             self._settled = True
-            if self._communicates and self._compared > 1:
-                self._traces, self._again = {self._here: self._trace()}, True
+            if self.communicates and self._compared > 1:
+                self.start_anew()
                 return
-        self._traces[self._here].modes.add(training)
+        self._traces[self._here].modes.add(self._mode(training))
+
+    def start_anew(self) -> None:
+        """Let the next call trace the model again, and forget all graphs so far."""
+        self._traces, self._again = {self._here: self._trace()}, True
 
     def limits(self) -> dict[str, int]:
         """Return Dynamo's options while the model runs. A larger limit that the user has set stands."""
@@ -186,8 +198,7 @@ class Traces:
         }
 
     def _trace(self) -> _Trace:
-        model = self._model()
-        assert model is not None, "it is the model that is called"
+        model = self.model
         Traces._made += 1
         entry = self._backend.entry()
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}

@@ -15,6 +15,7 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.layer import Layer
 from hecate.wrap.find_experts import ExpertsModule, PassedOver
+from hecate.wrap.whole_layers import InPython
 
 # Advice for a layer that was left alone for a reason that has no advice of its own.
 _OTHERWISE = "docs/models.md has the spellings that are rewritten; the program is right, but slower"
@@ -49,6 +50,7 @@ class Explanation:
         loops: ``file:line`` of loops and counts that were changed so that they can be traced.
         parameters: bytes that this rank keeps, and that the model had.
         text_model: name of the module that is traced alone, beside towers; "" if the whole model is.
+        in_python: modules around experts that no graph can have.
     """
 
     world: World
@@ -62,6 +64,7 @@ class Explanation:
     loops: tuple[str, ...] = ()
     parameters: tuple[KeptParameters, ...] = ()
     text_model: str = ""
+    in_python: tuple[InPython, ...] = ()
 
     @property
     def skipped(self) -> tuple[Skip, ...]:
@@ -83,6 +86,20 @@ class Explanation:
         return tuple(
             _region(number, graph, layer) for number, graph in enumerate(self.graphs) for layer in graph.layers
         )
+
+    @property
+    def gathers(self) -> bool:
+        """True if experts are gathered somewhere."""
+        return bool(self.in_python) or any(not region.rewritten for region in self.regions)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """The MoE layers that are in no graph and run in no Python so far."""
+        seen = {layer for graph in self.graphs for layer in graph.layers}
+        seen |= {layer for one in self.in_python for layer in one.experts}
+        # Layers that share parameters have one name in graphs.
+        pairs = zip(self.experts, self.layers, strict=True)
+        return tuple(experts.name for experts, layer in pairs if not {experts.name, layer.name} & seen)
 
     @property
     def travels(self) -> tuple[Travel, ...]:
@@ -139,6 +156,7 @@ class Explanation:
             "disabled": list(self.disabled),
             "loops": list(self.loops),
             "text_model": self.text_model,
+            "in_python": [asdict(one) for one in self.in_python],
         }
 
     def __str__(self) -> str:
@@ -159,8 +177,13 @@ class Explanation:
         if self.text_model:
             parts.append(f"traced: {self.text_model}; the towers and all else around it run as Python")
         parts += [f"changed so that it can be traced (make_loops_traceable): {place}" for place in self.loops]
+        for one in self.in_python:
+            when = "" if one.training else " where the model is evaluated"
+            parts.append(f"runs as Python{when}, with all experts gathered: {', '.join(one.modules)}: {one.reason}")
         if not self.graphs:
             parts.append("nothing compiled yet: run one forward")
+        elif self.unseen:
+            parts.append(f"in no graph yet: {', '.join(self.unseen)}")
         for number, graph in enumerate(self.graphs):
             title = f"graph {number}: {graph.nodes} calls"
             parts.append(_passes(title, graph.passes))

@@ -6,13 +6,14 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from hecate.graph.lowering import NotRun, runs_nothing
 from hecate.graph.numbers_in_graphs import CAPTURED
 from hecate.graph.traces import Traces
 from hecate.private import (
@@ -33,8 +34,11 @@ from hecate.runtime.state.step_mode import CurrentStep, StepMode
 from hecate.training.between_forwards import BetweenForwards
 from hecate.training.drift import SameBatches
 from hecate.training.outside_gradients import OutsideGradients
+from hecate.training.tried_again import remember
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError
+from hecate.wrap.first_forward import agree_on_next
+from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError, untraced_read
+from hecate.wrap.whole_layers import WholeLayers
 
 
 class CompiledForward:
@@ -55,11 +59,13 @@ class CompiledForward:
         precision: Any,
         outside_gradients: OutsideGradients,
         same_batches: SameBatches,
+        whole_layers: WholeLayers,
         check_compiled: Callable[[], None] | None = None,
         one_graph: bool = False,
     ) -> None:
         self._traces, self._experts, self._step = traces, experts, step
         self.between, self.outside_gradients, self._precision = between, outside_gradients, precision
+        self.whole_layers = whole_layers
         self._same_batches, self._check_compiled, self._one_graph = same_batches, check_compiled, one_graph
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.after: Callable[[], None] | None = None
@@ -88,8 +94,7 @@ class CompiledForward:
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.
-        with self._running(mode):
-            out = self._traces(*args, **kwargs)
+        out = self._traced(mode, args, kwargs)
         if self._check_compiled is not None:
             self._check_compiled()
             self._check_compiled = None
@@ -105,6 +110,38 @@ class CompiledForward:
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
+    def _traced(self, mode: StepMode, args: Any, kwargs: Any) -> Any:
+        # All ranks trace in their first forward, and come to the same code.
+        if not mode.first or self._one_graph or not self._experts:
+            with self._running(mode):
+                return self._traces(*args, **kwargs)
+        give_back = remember(self._traces.model, (args, kwargs))
+        while True:
+            try:
+                with self._running(mode):
+                    out = self._traces(*args, **kwargs)
+                self._tell("the end of the first forward")
+                return out
+            except UntracedReadError as error:
+                # Other ranks may be about to compare a graph, or have come to the end.
+                with suppress(DisagreementError):
+                    self._tell(f"what cannot be traced in {error.layer or error.places}")
+                found = self.whole_layers.begin(error.layer, error.places, error.why, meets=not runs_nothing())
+                if not found:
+                    raise
+            except DisagreementError as error:
+                reason = str(error).removeprefix("hecate: ").splitlines()[0]
+                if not self.whole_layers.begin("", error.places, reason):
+                    raise
+            if runs_nothing():
+                raise NotRun
+            self._traces.start_anew()
+            give_back()
+
+    def _tell(self, what: str) -> None:
+        if self._traces.communicates and not runs_nothing():
+            agree_on_next(what, self.between.world)
+
     @contextmanager
     def _running(self, mode: StepMode) -> Iterator[None]:
         self.between.world.queue.begin_step()
@@ -113,7 +150,8 @@ class CompiledForward:
             with dynamo_config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
                 yield
         except GuardOnDataDependentSymNode as error:
-            raise UntracedReadError(_data_dependent(error)) from error
+            places = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
+            raise untraced_read(*_data_dependent(error), places=places) from error
         except TorchDynamoException as error:
             # An error that a user can mend is raised itself, not as a fault of a compiler.
             refused = _refused(error)
@@ -176,15 +214,16 @@ def _outside_of_graph(error: Unsupported) -> str:
     )
 
 
-def _data_dependent(error: GuardOnDataDependentSymNode) -> str:
+def _data_dependent(error: GuardOnDataDependentSymNode) -> tuple[str, str]:
+    """Return what is at fault, and advice."""
     stack = getattr(error, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "see the error above"
     return (
-        "hecate: torch.compile cannot trace a layer with experts, because it would have to know a number that "
-        f"depends on data: {str(error).splitlines()[0]}\n  {where}\n"
+        "torch.compile cannot trace a layer with experts, because it would have to know a number that depends on "
+        f"data: {str(error).splitlines()[0]}\n  {where}",
         "Often that is the length of torch.bincount(ids, minlength=E), which is unknown to it. "
         "(ids.reshape(-1, 1) == torch.arange(E, device=ids.device)).sum(0) counts the same and has E elements. "
-        f"{WITHOUT_TRACING}"
+        f"{WITHOUT_TRACING}",
     )
 
 

@@ -127,13 +127,17 @@ class OutsideGradients:
         self._own_hooks: set[int] = set()
         self._sent = _Sent(self._watched, self._ran)
         # A comparison is due at the end of this backward; one was due before, so that all of them compare.
-        self._queued, self._outside = False, sync.in_python
+        self._queued, self._outside = False, False
         self._warned = False
 
     @property
     def averages(self) -> bool:
         """True once a backward has ended with averages, or will: all ranks compare in each from then on."""
-        return self._outside or bool(self._local) or not self._sync.in_graph
+        return self._meets or bool(self._local) or not self._sync.in_graph
+
+    @property
+    def _meets(self) -> bool:
+        return self._outside or self._sync.in_python
 
     @property
     def stepped_apart(self) -> bool:
@@ -204,7 +208,7 @@ class OutsideGradients:
         self._local.pop(record.id, None)
         if not certain:
             self._unsure[record.id] = watched
-        if not certain or self._outside or self._local:
+        if not certain or self._meets or self._local:
             self._queue()
 
     def _ran(self) -> None:
@@ -221,7 +225,7 @@ class OutsideGradients:
         """Average, at the end of a backward, the gradients that may differ between ranks. A collective."""
         due = self._local | self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
-        if not due and not self._outside:
+        if not due and not self._meets:
             return
         if self._sync.in_python or not self._sync.in_graph:
             self._average(self._used_anywhere(due))

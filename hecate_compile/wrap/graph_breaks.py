@@ -11,16 +11,18 @@ import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from functools import lru_cache
-from pathlib import Path
+from importlib.util import find_spec
 from types import FrameType
 from typing import TypeVar
-
-import torch
 
 from hecate.private import GRAPH_BREAK_LOGS
 
 _STACK = re.compile(r'File "(.+?)", line (\d+), in ')
-_NOT_OF_USERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+_NOT_OF_USERS = tuple(
+    os.path.join(folder, "")
+    for package in ("torch", "hecate", "hecate.passes", "hecate.runtime")
+    for folder in getattr(find_spec(package), "submodule_search_locations", None) or ()
+)
 
 Place = tuple[str, int]
 _Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
@@ -65,6 +67,11 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hecate"):
             yield frame
         frame = frame.f_back
+
+
+def places_around(frame: FrameType) -> list[Place]:
+    """Return the user's lines that run around ``frame``, from the outside in."""
+    return [(found.f_code.co_filename, found.f_lineno) for found in user_frames(frame)][::-1]
 
 
 def places_in(trace: str) -> list[Place]:

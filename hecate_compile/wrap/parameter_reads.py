@@ -12,7 +12,7 @@ and is right before any pass runs. ``named_parameters()`` and the parameters the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,17 +20,19 @@ import torch
 from torch import nn
 
 from hecate.private import in_backward, parameters_of, skip_code
-from hecate.runtime.ops.dense import DenseShard
+from hecate.runtime.ops.dense import DENSE_SHARDS, DenseShard
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import is_expert_shard
-from hecate.wrap.graph_breaks import called_by, hear_graph_breaks, python_around
+from hecate.wrap.first_forward import agree_on_next
+from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
 from hecate.wrap.shard import no_longer_the_shard, shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
+from hecate.wrap.whole_runs import any_entered, read_whole
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
@@ -46,6 +48,18 @@ WITHOUT_TRACING = (
 
 class UntracedReadError(RuntimeError):
     """Code that was not traced read a sharded expert parameter, or trained a dense one unaveraged."""
+
+    # What code is at fault, without a way out. It would be right if it ran as Python (``whole_layers``): where the
+    # experts of ``layer`` are read, or ``places`` that cannot be traced.
+    why = layer = ""
+    places: Sequence[Place] = ()
+
+
+def untraced_read(why: str, advice: str, *, layer: str = "", places: Sequence[Place] = ()) -> UntracedReadError:
+    """Return an error about code that would be right if it ran as Python."""
+    error = UntracedReadError(f"hecate: {why}\n{advice}")
+    error.why, error.layer, error.places = why, layer, places
+    return error
 
 
 def install_reads(
@@ -64,7 +78,8 @@ def install_reads(
             for key, stacked in member.keys.items():
                 shard = shard_of(parameters_of(member.stack)[stacked])
                 assert is_expert_shard(shard)
-                readers[key] = _read_member(key, _shard_reader(shard.layer, step), param_dtype)
+                one = shard.layer.world.size == 1
+                readers[key] = _read_member(key, _shard_reader(shard.layer, step), step, param_dtype, alone=one)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if is_expert_shard(shard):
@@ -174,14 +189,17 @@ def _shard_reader(layer: Layer, step: CurrentStep) -> Callable[..., Any]:
                 shard = shard.to(dtype)
             whole = torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
             return whole if expert is None else whole[expert]
+        whole = read_whole(shard, expert)
+        if whole is not None:
+            return whole.to(dtype) if dtype is not None else whole
         if alone:
             shard = shard if expert is None else shard[expert]
-            return shard.to(dtype) if dtype is not None and step.running else shard
+            return shard.to(dtype) if dtype is not None and (step.running or in_backward()) else shard
         if called_by(CHECKPOINTING):
             # An expert that another rank owns has no rows here.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
             return shard if expert is None else shard[owned.index(expert)] if expert in owned else shard[:0]
-        raise UntracedReadError(_untraced(key, get_layer(layer_id), shard, sys._getframe(2)))
+        raise _untraced(key, get_layer(layer_id), shard, sys._getframe(2))
 
     skip_code(read.__code__)
     return read
@@ -200,11 +218,23 @@ def _read_experts(key: str, read_shard: Callable[..., Any], dtype: torch.dtype |
     return read
 
 
-def _read_member(key: str, read_shard: Callable[..., Any], dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_member(
+    key: str, read_shard: Callable[..., Any], step: CurrentStep, dtype: torch.dtype | None, *, alone: bool
+) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
+        # On several ranks these tell each other what they have read (``whole_runs``).
         member = member_of(module)
         assert member is not None
-        return read_shard(parameters_of(member.stack)[member.keys[key]], key, dtype, member.expert)
+        stack, own = member.stack, member.keys[key]
+        # A backward records gradients only where a checkpoint runs its part of the forward again.
+        if (
+            alone
+            and not torch.compiler.is_compiling()
+            and torch.is_grad_enabled()
+            and (step.running or in_backward())
+        ):
+            stack.note_read(own, [member.expert])
+        return read_shard(parameters_of(stack)[own], key, dtype, member.expert)
 
     return read
 
@@ -219,7 +249,9 @@ def _read_dense(
         if parameter is None:
             return None
         traced = torch.compiler.is_compiling()
-        if parameter.requires_grad and id is not None and (traced or (averages_in_python and step.running)):
+        # In a layer that runs as Python data may decide whether this is read.
+        averages = averages_in_python and step.running and not any_entered()
+        if parameter.requires_grad and id is not None and (traced or averages):
             parameter = replicate(parameter, id)
         # A layer in Python that is computed again in the backward must read what it has read in the forward.
         if dtype is not None and parameter.is_floating_point() and (traced or step.running or in_backward()):
@@ -232,32 +264,49 @@ def _read_dense(
 def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
         shard: Any = parameters_of(module)[key]
-        # Outside the forward other ranks may not read it, so nothing can be gathered.
-        if shard is None or not (torch.compiler.is_compiling() or step.running):
-            return shard
-        return torch.ops.hecate.gather_dense([shard], [id], dtype if shard.is_floating_point() else None)[0]
+        traced = torch.compiler.is_compiling()
+        whole = None if traced or shard is None else read_whole(shard)
+        # Outside the forward other ranks may not read it, so nothing can be gathered. A backward records gradients
+        # only where a checkpoint runs its part of the forward again.
+        again = not traced and in_backward() and torch.is_grad_enabled()
+        if whole is not None or shard is None or not (traced or step.running or again):
+            return shard if whole is None else whole
+        travels = dtype if shard.is_floating_point() else None
+        if traced:
+            return torch.ops.hecate.gather_dense([shard], [id], travels)[0]
+        return _gather_dense(shard, id, travels, step)
 
     return read
 
 
+# Dynamo would look for frames to trace in what the operator calls.
+@torch.compiler.disable
+def _gather_dense(shard: torch.Tensor, id: int, dtype: torch.dtype | None, step: CurrentStep) -> torch.Tensor:
+    record = DENSE_SHARDS[id]
+    if step.is_first:
+        agree_on_next(f"the read of {record.name} in Python", record.world)
+    return torch.ops.hecate.gather_dense([shard], [id], dtype)[0]
+
+
 # This is called where Dynamo looks for frames to trace, and must not become one.
 @torch.compiler.disable
-def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> str:
+def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> UntracedReadError:
     record = shard_of(shard)
     name = record.name if record is not None else key
     if reader.f_globals.get("__name__", "").startswith("peft."):
-        return (
+        return UntracedReadError(
             f"hecate: PEFT would adapt {name} now, of which this rank holds only {len(shard)} of {layer.num_experts} "
             f"experts.\n{python_around(reader)}\n{ADAPTERS_AFTERWARDS}"
         )
-    return (
-        f"hecate: {name} was read by code that torch.compile did not trace, and this rank holds only "
-        f"{len(shard)} of its {layer.num_experts} experts.\n{python_around(reader)}\n"
+    return untraced_read(
+        f"{name} was read by code that torch.compile did not trace, and this rank holds only "
+        f"{len(shard)} of its {layer.num_experts} experts.\n{python_around(reader)}",
         "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, or a "
         "disabled function. A branch on how many rows "
         "an expert has is a graph break (`if rows.numel() == 0: continue`): leave it out, zero rows cost nothing. "
         "Run with TORCH_LOGS=graph_breaks to see all breaks; for a transformers model, "
         f"model.set_experts_implementation('grouped_mm') gives experts that trace. {WITHOUT_TRACING}\n"
         "If you called a part of the model yourself, call the compiled model instead. To look at weights, use "
-        "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard."
+        "model.state_dict() on all ranks, or dict(model.named_parameters()) for this rank's shard.",
+        layer=layer.name,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ _MEMBER = "_hecate_member"
 class Member:
     """The place from which a module inside an expert reads its parameters."""
 
-    stack: nn.Module
+    stack: ExpertStack
     expert: int  # which of the list's members the module is in
     keys: dict[str, str]  # the module's own key of each parameter, and that in the stack
 
@@ -83,6 +83,7 @@ class ExpertStack(nn.Module):
     def __init__(self, experts: ExpertsModule, leaves_out: bool) -> None:
         super().__init__()
         self.name, self.leaves_out = experts.name, leaves_out
+        self._read, self._read_in_python = dict[str, set[int]](), set[str]()
         self.labels = [label for label, m in children_of(experts.module).items() if m in set(experts.members)]
         # By key, expert by expert: the module that has the parameter, and its name there.
         self.sites: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -149,19 +150,30 @@ class ExpertStack(nn.Module):
                 whole[row] = parameter.grad
         return whole
 
+    def note_read(self, key: str, experts: Iterable[int]) -> None:
+        """Note experts whose parameter Python has read, until its gradient comes."""
+        self._read.setdefault(key, set()).update(experts)
+        self._read_in_python.add(key)
+
     def left_out(self, key: str, gradient: torch.Tensor) -> set[int]:
-        """Return the experts that no rank had a row for, which have no gradient so far, and get none.
+        """Return the experts that no rank has called, which have no gradient so far, and get none.
 
         Args:
             gradient: what this backward brings, ``[E_r, ...]``.
         """
-        if not self.leaves_out or (gradient.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
             return set()
-        _, shard = self.at(key)
-        counts = shard.layer.counts
-        unused = {expert for expert, p in enumerate(self.members(key)) if p.grad is None}
-        # Where experts are gathered nobody counts rows, and an owner alone sees that there were none.
-        unused &= {*shard.experts} if counts is None else {*(counts.sum(0) == 0).nonzero().flatten().tolist()}
+        (_, shard), read = self.at(key), self._read.pop(key, set() if key in self._read_in_python else None)
+        unused, counts = {expert for expert, p in enumerate(self.members(key)) if p.grad is None}, shard.layer.counts
+        if read is not None:
+            unused -= read
+        elif not self.leaves_out:
+            return set()
+        elif counts is None:
+            # Where experts are gathered nobody counts rows, and an owner alone sees that there were none.
+            unused &= {*shard.experts}
+        else:
+            unused &= {*(counts.sum(0) == 0).nonzero().flatten().tolist()}
         # Another forward may have been counted since.
         used = {expert for row, expert in enumerate(shard.experts) if expert in unused and gradient[row].any()}
         return unused - used

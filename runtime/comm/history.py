@@ -177,7 +177,13 @@ def known_groups() -> list[tuple[dist.ProcessGroup, History]]:
 
 
 class DisagreementError(RuntimeError):
-    """Ranks differ in something that must be equal; raised on every rank with the first difference."""
+    """Ranks differ in something that must be equal; raised on every rank with the first difference.
+
+    Attributes:
+        places: if graphs differ, lines of the model's code that called what was captured, from the outside in.
+    """
+
+    places: Sequence[tuple[str, int]] = ()
 
 
 def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:

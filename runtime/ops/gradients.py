@@ -41,12 +41,13 @@ class GradientSync:
     in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
     # Alone in graphs, if it is there; Python around it uses parameters, and not the same ones on every rank.
     text_model: weakref.ref[nn.Module] | None = None
+    layers_in_python: bool = False  # layers that no graph can have use parameters, those that their data want
     topology: Topology | None = None  # which ranks share a node; None for all
 
     @property
     def in_python(self) -> bool:
         """True if parameters are used around the graphs, too."""
-        return self.text_model is not None
+        return self.text_model is not None or self.layers_in_python
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``own`` are all-reduced, which rounds their sum after each rank."""

@@ -11,7 +11,8 @@ class StepMode:
 
     # Gradients are recorded, so its routing tells about the next steps.
     training: bool
-    # The first forward in its grad mode: all ranks compile, and compare graphs. Later one rank may compile alone.
+    # The first with or without gradients, in training or not: all ranks compile, and compare graphs. Later one rank
+    # may compile alone.
     first: bool
 
 
@@ -25,3 +26,8 @@ class CurrentStep:
     @property
     def running(self) -> bool:
         return self.mode is not None
+
+    @property
+    def is_first(self) -> bool:
+        """True while a forward runs in which ranks compare what they do."""
+        return self.mode is not None and self.mode.first

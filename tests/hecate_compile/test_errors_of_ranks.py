@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hecate
-from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
+from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.parity import rank_and_size
 from tests.support.ranks import message_of, run_ranks
 
@@ -46,72 +46,6 @@ def test_what_torch_would_spread_over_all_rows_is_told() -> None:
     assert "hecate: every rank has one row of blocks.0.w_in" in experts and "by state_dict()" in experts
     assert others == [] and "one row of scale." in scale
     assert second == [[], [], []], "rank 0 says it"
-
-
-def skipped_frame() -> str:
-    """Experts whose forward is kept from the compiler."""
-    model = build("mixtral", layers=1)
-    experts = model.model.layers[0].mlp.experts
-    experts.forward = torch.compiler.disable(experts.forward)
-    hecate.compile(model, EAGER)
-    return message_of(lambda: model(input_ids=batch(0), labels=batch(0)))
-
-
-@pytest.mark.distributed
-def test_skipped_frame_that_touches_a_shard() -> None:
-    for message in run_ranks(f"{_HERE}:skipped_frame", 2):
-        assert message.startswith("UntracedReadError")
-        assert "model.layers.0.mlp.experts.gate_up_proj" in message
-        assert "only 4 of its 8 experts" in message
-        assert "set_experts_implementation('grouped_mm')" in message
-
-
-class SkippingMoE(PlainMoE):
-    """Leaves out experts without rows, and counts the others: such a loop must stay as it is."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        chosen, out = self.router(tokens).argmax(-1), torch.zeros_like(tokens)
-        self.used = 0
-        for expert in range(self.w_in.shape[0]):
-            (rows,) = torch.where(chosen == expert)
-            if rows.numel() == 0:
-                continue
-            self.used += 1
-            out.index_add_(0, rows, tokens[rows] @ self.w_in[expert] @ self.w_out[expert] + self.b_out[expert])
-        return out.view_as(hidden)
-
-
-class CountingMoE(PlainMoE):
-    """Splits rows by counts from bincount."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        chosen = self.router(tokens).argmax(-1)
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, None, self.w_in.shape[0])
-        parts = tokens[order].split(counts.tolist())
-        outs = [p @ self.w_in[e] @ self.w_out[e] + self.b_out[e] for e, p in enumerate(parts)]
-        return torch.zeros_like(tokens).index_add(0, order, torch.cat(outs)).view_as(hidden)
-
-
-def untraceable_loops() -> list[str]:
-    found = []
-    for kind in (SkippingMoE, CountingMoE):
-        torch.manual_seed(0)
-        model = hecate.compile(PlainLanguageModel(kind, layers=1), EAGER)
-        found.append(message_of(lambda model=model: model(batch(0), batch(0))))
-    return found
-
-
-@pytest.mark.distributed
-def test_loops_that_cannot_be_traced_are_shown_with_their_line() -> None:
-    for skipping, counting in run_ranks(f"{_HERE}:untraceable_loops", 2):
-        assert skipping.startswith("UntracedReadError") and "only 4 of its 8 experts" in skipping
-        assert f"{__file__}:" in skipping and "for expert in range(self.w_in.shape[0])" in skipping
-        assert "`if rows.numel() == 0: continue`" in skipping
-        assert counting.startswith("UntracedReadError") and f"{__file__}:" in counting
-        assert "parts = tokens[order].split(counts.tolist())" in counting and "torch.arange(E" in counting
 
 
 def direct_call_of_a_part() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,14 @@ class EveryExpert(ListMoE):
 
 
 def loops() -> dict[str, Any]:
-    """The first forward of a model whose loop is not traced and leaves experts out, and steps of one that may."""
-    model, _ = _pair(Guarded, layers=2)
-    message = message_of(lambda: model(batch(0), batch(0)))
-    model, reference = _pair(Guarded, hecate.Config(backend="aot_eager", policy="replicate"))
-    return {"message": message, "error": max(_step(model, reference, batch(step)) for step in range(2))}
+    """Steps of models whose loop is not traced and leaves experts out, with the experts sharded and whole."""
+    errors = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for config in (EAGER, hecate.Config(backend="aot_eager", policy="replicate")):
+            pair = _pair(Guarded, config, layers=2)
+            errors += [_step(*pair, batch(step)) for step in range(2)]
+    return {"errors": errors, "told": [str(one.message) for one in told if "runs as Python" in str(one.message)]}
 
 
 class BreakInside(PlainMoE):
@@ -281,14 +285,15 @@ def test_ranks_may_take_other_branches_where_nothing_is_communicated() -> None:
 
 
 @pytest.mark.distributed
-def test_a_loop_that_leaves_experts_out_is_refused_in_the_first_forward() -> None:
-    for found in (rank["loops"] for rank in results()):
-        message = found["message"]
-        assert message.startswith("UntracedReadError: hecate: blocks.0.experts is called in a loop"), message
-        assert f"{__file__}:" in message and 'Config(policy="replicate")' in message
-        assert "self.one(number, tokens[row])" in message and "if row.numel() > 0:" in message, message
-        assert "Dynamo broke the graph here" in message
-        assert found["error"] < 1e-5, found
+def test_a_loop_that_leaves_experts_out_runs_as_python() -> None:
+    for rank, found in enumerate(rank["loops"] for rank in results()):
+        assert max(found["errors"]) < 1e-5, found
+        # Rank 0 says it.
+        assert len(found["told"]) == (rank == 0), found["told"]
+    (told,) = results()[0]["loops"]["told"]
+    assert told.startswith("hecate: the code around blocks.0.experts, blocks.1.experts runs as Python"), told
+    assert f"{__file__}:" in told and "self.one(number, tokens[row])" in told and "if row.numel() > 0:" in told, told
+    assert "Dynamo broke the graph here" in told
 
 
 @pytest.mark.distributed

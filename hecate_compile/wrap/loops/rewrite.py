@@ -22,6 +22,9 @@ from hecate.wrap.swapped_class import swap_class
 
 log = logging.getLogger("hecate")
 
+# The attribute of a class whose methods have changed loops: these methods as they were written.
+AS_WRITTEN = "_hecate_as_written"
+
 
 @dataclass(frozen=True)
 class _Rewritten:
@@ -46,10 +49,10 @@ class ChangedLoops:
     left_out: frozenset[str] = frozenset()
 
 
-def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ranks: int = 1) -> ChangedLoops:
+def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> ChangedLoops:
     """Change loops over experts in the methods of experts modules and of the modules that they are in.
 
-    On several ranks, where no unchanged loop can be traced, one that has to leave experts out raises ValueError.
+    A loop that has to leave experts out stays as it is; nothing can trace it (see ``whole_layers``).
     """
     near: dict[str, list[ExpertsModule]] = {}
     for experts in found:
@@ -62,7 +65,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
     for name, module in list(model.named_modules()):
         if name not in near:
             continue
-        changed = {}
+        changed: dict[str, Any] = {}
         for key, function in _methods(module):
             listed = isinstance(children_of(module).get("experts"), (nn.ModuleList, nn.ModuleDict))
             if (function, listed) not in done:
@@ -75,7 +78,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
             rewritten = done[function, listed]
             if rewritten is not None:
                 file = inspect.unwrap(function).__code__.co_filename
-                if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}", ranks):
+                if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}"):
                     continue
                 if rewritten.loop is not None:
                     left_out |= {experts.name for experts in near[name]}
@@ -83,26 +86,18 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule], *, ra
                 diffs[function] = rewritten.diff
                 places |= dict.fromkeys(f"{file}:{line}" for line in rewritten.lines)
         if changed:
-            swap_class(module, changed)
+            swap_class(module, changed | {AS_WRITTEN: {key: getattr(type(module), key) for key in changed}})
     lines = tuple(line for diff in diffs.values() for line in diff)
     return ChangedLoops(places=tuple(places), diff=lines, left_out=frozenset(left_out))
 
 
-def _mind(near: Sequence[ExpertsModule], loop: str, ranks: int) -> bool:
+def _mind(near: Sequence[ExpertsModule], loop: str) -> bool:
     """Return whether a loop stays unchanged, because its experts would do something in a turn without rows."""
     for experts in near:
         does = minds_no_rows(experts)
-        if does is None:
-            continue
-        if ranks > 1:
-            raise ValueError(
-                f"hecate.compile: the loop at {loop} leaves out experts that have no rows. In a graph all are "
-                f"called, and an expert of {experts.name} does something with no rows, too: {does}. Take that out of "
-                "the experts; or call all of them in the loop, right for no rows (a sum over rows divided "
-                'by their number, at least 1; amax(dim=-1)); or use hecate.Config(policy="replicate").'
-            )
-        log.debug("loop at %s left alone: with no rows an expert of %s does %s", loop, experts.name, does)
-        return True
+        if does is not None:
+            log.debug("loop at %s left alone: with no rows an expert of %s does %s", loop, experts.name, does)
+            return True
     return False
 
 

@@ -64,6 +64,26 @@ def gathered():
     import hecate
     model, batch = small()
     return model, [batch, batch], hecate.Config(policy="gather")
+
+class CountedMoE(PlainMoE):
+    def forward(self, hidden):
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        counts = torch.bincount(self.router(tokens).argmax(-1), None, self.w_in.shape[0])
+        parts = tokens.split(counts.tolist())
+        return torch.cat([p @ self.w_in[e] @ self.w_out[e] for e, p in enumerate(parts)]).view_as(hidden)
+
+class ChosenMoE(PlainMoE):
+    def forward(self, hidden):
+        chosen = self.router(hidden).argmax(-1).flatten().tolist()
+        return sum(hidden @ self.w_in[e] @ self.w_out[e] for e in sorted(set(chosen)))
+
+def counted():
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    return PlainLanguageModel(CountedMoE, layers=1), {"input_ids": ids, "labels": ids}
+
+def chosen():
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    return PlainLanguageModel(ChosenMoE, layers=1), {"input_ids": ids, "labels": ids}
 """
 
 
@@ -114,6 +134,17 @@ def test_a_region_that_is_left_alone_is_explained_by_its_line(folder: Path) -> N
     done = run("explain", f"{folder}/model.py:strange", "--ranks", "2", "--strict")
     assert done.exit_code == 3, done.output
     assert "left alone" in done.stdout and "sum" in done.stdout
+
+
+@pytest.mark.slow
+def test_layers_that_no_graph_can_have_are_named(folder: Path) -> None:
+    """What data choose is seen only where something runs, so what is not shown is said to be."""
+    done = run("explain", f"{folder}/model.py:counted", "--ranks", "2", "--strict")
+    assert done.exit_code == 3, done.output
+    assert "runs as Python, with all experts gathered: blocks.0: " in done.stdout
+    assert "parts = tokens.split(counts.tolist())" in done.stdout
+    done = run("explain", f"{folder}/model.py:chosen", "--ranks", "2", "--strict")
+    assert done.exit_code == 3 and "in no graph yet: blocks.0" in done.stdout, done.output
 
 
 @pytest.mark.slow

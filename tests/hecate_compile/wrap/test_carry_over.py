@@ -144,8 +144,6 @@ def train() -> dict[str, Any]:
 def refused() -> dict[str, str]:
     """Messages and warnings on one rank, of what needs two."""
     found = {}
-    for kind in (CountingExpert, AveragingExpert, ScalingExpert):
-        found[kind.__name__] = message_of(lambda kind=kind: hecate.compile(small(of(kind)), _EAGER))
     model = small(GuardedMoE)
     parametrizations.weight_norm(model.blocks[0].experts[1].w1)
     for expert in model.blocks[0].experts:
@@ -179,9 +177,6 @@ def test_hooks_and_attributes_stay(kind: str) -> None:
 
 
 TOLD = {
-    "CountingExpert": ("`self.used += 1` in", "leaves out experts that have no rows"),
-    "AveragingExpert": ("`self.seen.mul_(0.9)` in", 'policy="replicate"'),
-    "ScalingExpert": ("rows.abs().amax()", "no rows, too"),
     "parametrized": ("blocks.0.experts.0.w1.weight is parametrized by _WeightNorm",),
     "one rank": ("blocks.0.experts.1.w1.weight: 1 gradient hooks",),
 }
