@@ -6,6 +6,7 @@ try must find what this one found: buffers, random numbers, caches and lists tha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -97,7 +98,7 @@ def _give_attributes(module: nn.Module, own: dict[str, Any]) -> None:
 
 def _refill(container: Any, before: Any) -> None:
     # As they are without what a class of a library has made of them.
-    kind = next(kind for kind in (list, set, dict) if isinstance(container, kind))
+    kind = next(kind for kind in (list, set, OrderedDict, dict) if isinstance(container, kind))
     kind.clear(container)
     (list.extend if kind is list else kind.update)(container, before)  # type: ignore[union-attr]
 

@@ -151,7 +151,7 @@ class WholeRun:
             # A backward that failed does not end.
             for run in list(_in_backward):
                 run.leave()
-            if self._how.step.is_first:
+            if self._how.step.is_first and any(_has(whole.shard) is None for whole in _parts(layer, experts)):
                 agree_on_next(f"the call of a {type(layer).__name__} that runs as Python", self._how.world)
         before = next((run for run in reversed(_in_backward) if run._layer() is layer), None)
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
