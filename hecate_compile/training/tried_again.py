@@ -97,10 +97,11 @@ def _give_attributes(module: nn.Module, own: dict[str, Any]) -> None:
 
 
 def _refill(container: Any, before: Any) -> None:
-    # As they are without what a class of a library has made of them.
-    kind = next(kind for kind in (list, set, OrderedDict, dict) if isinstance(container, kind))
+    # Not by methods of a library's class, which may forbid it.
+    fills: dict[Any, Any] = {list: list.extend, set: set.update, OrderedDict: OrderedDict.update, dict: dict.update}
+    kind = next(kind for kind in fills if isinstance(container, kind))
     kind.clear(container)
-    (list.extend if kind is list else kind.update)(container, before)  # type: ignore[union-attr]
+    fills[kind](container, before)
 
 
 def _version(tensor: torch.Tensor) -> int:

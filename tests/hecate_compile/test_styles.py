@@ -13,7 +13,7 @@ import hecate
 from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import compare, run_step, state_error
+from tests.support.parity import state_error, train_both
 from tests.support.ranks import run_ranks
 
 
@@ -113,14 +113,7 @@ def train(kind: type[ListMoE]) -> dict[str, Any]:
         for step in range(2):
             # Few tokens, so that some experts have none.
             ids = batch(step, rows=2)[:, : 4 + 4 * step]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = run_step(model, ids)
-            expected = reference(input_ids=ids, labels=ids)["loss"]
-            expected.backward()
-            gradients.append(compare(model, loss, reference, expected.detach()).gradient)
-            for optimizer in optimizers:
-                optimizer.step()
+            gradients.append(train_both(model, reference, optimizers, ids).gradient)
     return {
         "gradients": gradients,
         "off": state_error(model.state_dict(), reference.state_dict()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,20 @@ def step_both(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> floa
     if dist.is_initialized():
         dist.all_reduce(loss)
     return error_of(loss / rank_and_size()[1], expected.detach())
+
+
+def train_both(
+    model: nn.Module, reference: nn.Module, optimizers: Iterable[torch.optim.Optimizer], ids: torch.Tensor
+) -> Difference:
+    """Take a step with both models; return how far their losses and gradients are apart."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss, expected = run_step(model, ids), reference(input_ids=ids, labels=ids)["loss"]
+    expected.backward()
+    found = compare(model, loss, reference, expected.detach())
+    for optimizer in optimizers:
+        optimizer.step()
+    return found
 
 
 def compare(
