@@ -313,7 +313,9 @@ def _forward(
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
     )
-    gathering = Gathering(world=everyone, dtype=_param_dtype(config), step=sharded.step)
+    gathering = Gathering(
+        world=everyone, dtype=_param_dtype(config), step=sharded.step, began=outside_gradients.backward_ran
+    )
     return CompiledForward(
         traces,
         between=between,

@@ -130,6 +130,9 @@ class CompiledForward:
                 if not found:
                     raise
             except DisagreementError as error:
+                # Others mean that ranks are in different collectives already.
+                if error.places is None:
+                    raise
                 reason = str(error).removeprefix("hecate: ").splitlines()[0]
                 if not self.whole_layers.begin("", error.places, reason):
                     raise

@@ -125,7 +125,7 @@ class OutsideGradients:
         # Versions of the parameters when their gradient was first left local.
         self._versions: dict[int, int] = {}
         self._own_hooks: set[int] = set()
-        self._sent = _Sent(self._watched, self._ran)
+        self._sent = _Sent(self._watched, self.backward_ran)
         # A comparison is due at the end of this backward; one was due before, so that all of them compare.
         self._queued, self._outside = False, False
         self._warned = False
@@ -211,7 +211,7 @@ class OutsideGradients:
         if not certain or self._meets or self._local:
             self._queue()
 
-    def _ran(self) -> None:
+    def backward_ran(self) -> None:
         """Come to the meeting also from a backward that gives no gradient to parameters that are watched."""
         if self._sync.in_python and self._sync.enabled:
             self._queue()

@@ -2,11 +2,12 @@
 
 A first forward may end in code that no graph can have, after other code has run (see ``wrap/whole_layers``). The next
 try must find what this one found: buffers, random numbers, caches and lists that it was given, counters of modules.
+What would have to be kept twice, parameters and inputs, must not have changed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,34 +25,38 @@ _INTERNAL = {*vars(nn.Module()), "forward"}
 def remember(model: nn.Module, given: Any) -> Callable[[], None]:
     """Return what gives the model, torch's random numbers and all that is in ``given`` back what they have now.
 
-    It raises RuntimeError if a tensor in ``given`` has been changed in place since.
+    It raises RuntimeError if a parameter, or a tensor in ``given``, has been changed in place since.
     """
-    buffers = [
-        (module, key, buffer, _version(buffer), buffer.clone())
+    # A module's own tensors, be they buffers or not.
+    tensors = [
+        (holder, key, tensor, _version(tensor), tensor.detach().clone())
         for module in model.modules()
-        for key, buffer in buffers_of(module).items()
-        if buffer is not None
+        for holder in (buffers_of(module), vars(module))
+        for key, tensor in holder.items()
+        if isinstance(tensor, torch.Tensor)
     ]
     numbers = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     objects: list[Callable[[], None]] = []
     seen: set[int] = set()
     _remember(given, objects, seen)
+    for name, parameter in model.named_parameters():
+        objects.append(partial(_check_parameter, name, parameter, _version(parameter)))
     for module in model.modules():
         own = {key: value for key, value in vars(module).items() if _is_own(key)}
         objects.append(partial(_give_attributes, module, own))
         for value in own.values():
-            if isinstance(value, (list, dict, set)):
+            if isinstance(value, (list, dict, set, deque)):
                 _remember(value, objects, seen)
 
     @torch.no_grad()
     def give_back() -> None:
-        for module, key, buffer, version, value in buffers:
+        for holder, key, tensor, version, value in tensors:
             # One that nobody has changed may be wanted by a backward, or share its memory with itself.
-            if _version(buffer) != version:
-                buffer.copy_(value)
+            if _version(tensor) != version:
+                tensor.copy_(value)
             # One of inference mode cannot be written outside of it.
-            buffers_of(module)[key] = value if buffer.is_inference() else buffer
+            holder[key] = value if tensor.is_inference() else tensor
         torch.set_rng_state(numbers)
         if devices:
             torch.cuda.set_rng_state_all(devices)
@@ -69,7 +74,7 @@ def _remember(value: Any, objects: list[Callable[[], None]], seen: set[int]) -> 
     inside: list[Any] = []
     if isinstance(value, torch.Tensor):
         objects.append(partial(_check, value, _version(value)))
-    elif isinstance(value, (list, set)):
+    elif isinstance(value, (list, set, deque)):
         inside = list(value)
         objects.append(partial(_refill, value, list(value)))
     elif isinstance(value, dict):
@@ -98,7 +103,13 @@ def _give_attributes(module: nn.Module, own: dict[str, Any]) -> None:
 
 def _refill(container: Any, before: Any) -> None:
     # Not by methods of a library's class, which may forbid it.
-    fills: dict[Any, Any] = {list: list.extend, set: set.update, OrderedDict: OrderedDict.update, dict: dict.update}
+    fills: dict[Any, Any] = {
+        list: list.extend,
+        deque: deque.extend,
+        set: set.update,
+        OrderedDict: OrderedDict.update,
+        dict: dict.update,
+    }
     kind = next(kind for kind in fills if isinstance(container, kind))
     kind.clear(container)
     fills[kind](container, before)
@@ -106,6 +117,15 @@ def _refill(container: Any, before: Any) -> None:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _check_parameter(name: str, parameter: torch.Tensor, version: int) -> None:
+    if _version(parameter) != version:
+        raise RuntimeError(
+            f"hecate: the first forward has changed {name} in place, and must be tried again, because code in it "
+            "cannot be traced; a second one would change it twice. Build the model anew with a buffer in the "
+            "parameter's place, which is given back, or change it after the forward."
+        )
 
 
 def _check(tensor: torch.Tensor, version: int) -> None:

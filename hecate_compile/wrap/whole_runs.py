@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hecate.private import (
     in_backward,
@@ -72,11 +73,17 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gathering:
-    """How the layers of a model gather: between whom, in which dtype (None for the parameters' own), and when."""
+    """How the layers of a model gather.
+
+    Attributes:
+        dtype: what parameters are gathered in; None for their own.
+        began: to be called in the backward of each layer, before code in it runs again.
+    """
 
     world: World
     dtype: torch.dtype | None
     step: CurrentStep
+    began: Callable[[], None]
 
 
 # Calls whose code runs now, from the outside in, and those whose backward does: code in them may run once more.
@@ -115,6 +122,7 @@ class WholeRun:
         self._experts: dict[int, tuple[torch.Tensor, ...]] = {}
         # Tensors whose gradients say that the backward is through, and how many of them have none yet.
         self._last, self._left = 0, 0
+        self._hooks: list[RemovableHandle] = []
 
     def __call__(self, experts: Sequence[ExpertsModule], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         again = self._begin(experts)
@@ -152,7 +160,7 @@ class WholeRun:
             for run in list(_in_backward):
                 run.leave()
             if self._how.step.is_first and any(_has(whole.shard) is None for whole in _parts(layer, experts)):
-                agree_on_next(f"the call of a {type(layer).__name__} that runs as Python", self._how.world)
+                agree_on_next(f"the call of a {self._name} that runs as Python", self._how.world)
         before = next((run for run in reversed(_in_backward) if run._layer() is layer), None)
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
         for whole in _parts(layer, experts):
@@ -215,37 +223,58 @@ class WholeRun:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def _tell(self, trained: Sequence[bool]) -> list[bool]:
+    def _tell(self, trained: Sequence[bool], kind: str) -> list[bool]:
         """Note what other ranks have read, as what no rank has read gets no gradient. A collective.
 
         Args:
             trained: of each result, whether it needs a gradient on this rank.
+            kind: what the layer returns, for messages.
 
         Returns:
             Whether it does on any.
+
+        Raises:
+            TypeError: on all ranks, if some have no results, or other numbers of them.
         """
         wholes = self._wholes.values()
+        if self._how.step.is_first:
+            agree_on_next(f"the end of the call of a {self._name} that runs as Python", self._how.world)
         flags = [expert in whole.read for whole in wholes for expert in range(-1, whole.num_experts)]
-        found = torch.tensor([*trained, *flags], dtype=torch.int64, device=self._how.world.control_device)
-        collectives.all_reduce(found, self._how.world, dist.ReduceOp.MAX)
-        anywhere, *parts = found.cpu().split([len(trained), *(1 + whole.num_experts for whole in wholes)])
+        # Results by themselves: ranks may differ in how many they have.
+        most, fewest, *read = self._maxima([len(trained), -len(trained), *flags])
+        if most == 0:
+            raise TypeError(
+                f"hecate: a {self._name}, a layer with experts that runs as Python, returns {kind}, in which no "
+                "tensor is found: return tensors, tuples, lists or dicts of them, or register the class with "
+                "torch.utils._pytree."
+            )
+        if most != -fewest:
+            raise TypeError(
+                f"hecate: a {self._name}, a layer with experts that runs as Python, returns {len(trained)} tensors "
+                f"of floating point on this rank, and from {-fewest} to {most} on all: its results must have one "
+                "structure everywhere, as every rank's backward must come to those of all."
+            )
+        parts = torch.tensor(read).split([1 + whole.num_experts for whole in wholes])
         for whole, part in zip(wholes, parts, strict=True):
             whole.read.update((part.nonzero().flatten() - 1).tolist())
-        return [bool(flag) for flag in anywhere]
+        return [bool(flag) for flag in self._maxima(trained)]
+
+    def _maxima(self, mine: Sequence[int]) -> list[int]:
+        found = torch.tensor(mine, dtype=torch.int64, device=self._how.world.control_device)
+        collectives.all_reduce(found, self._how.world, dist.ReduceOp.MAX)
+        return [int(value) for value in found.tolist()]
+
+    @property
+    def _name(self) -> str:
+        return type(self._layer()).__name__
 
     def _join(self, out: Any, inputs: Sequence[Any], *, again: bool) -> Any:
         """Return ``out``, whose backward gives what was read gradients: zeros where this rank has read nothing."""
         leaves, spec = tree_flatten(out)
         floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        if not floats:
-            raise TypeError(
-                f"hecate: a layer with experts that runs as Python returns {type(out).__name__}, in which no tensor "
-                "is found: return tensors, tuples, lists or dicts of them, or register the class with "
-                "torch.utils._pytree."
-            )
         trained = [leaf.requires_grad for leaf in floats]
         # A rank whose tokens met nothing that is trained must call what others call.
-        anywhere = trained if again else self._tell(trained)
+        anywhere = trained if again else self._tell(trained, type(out).__name__)
         results = [leaf for leaf, needed in zip(floats, anywhere, strict=True) if needed] or floats
         given = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         gathered = {shard: self.tensors[shard] for shard, whole in self._wholes.items() if whole.read}
@@ -265,7 +294,10 @@ class WholeRun:
             return gradient if here is None else here._with_inner(shard, gradient)
 
         for shard, tensor in last:
-            tensor.register_hook(partial(has_gradient, shard))
+            hook = tensor.register_hook(partial(has_gradient, shard))
+            # What the layer was given may outlive it.
+            if tensor.is_leaf:
+                self._hooks.append(hook)
 
     def _with_inner(self, shard: int | None, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient with that of backwards inside this one, as reentrant checkpoints have them."""
@@ -274,6 +306,8 @@ class WholeRun:
             gradient, leaf.grad = gradient + leaf.grad, None
         self._left -= 1
         if self._left == 0:
+            for hook in self._hooks:
+                hook.remove()
             self.leave()
         return gradient
 
@@ -292,6 +326,8 @@ class WholeRun:
                 stack.note_read(whole.key, whole.read)
         self._left = self._last
         _in_backward.append(self)
+        # Backwards inside this one, as reentrant checkpoints have them, are as many as a rank's data want.
+        self._how.began()
         # A backward may be for some of them only.
         when_backward_ends(self.leave)
 

@@ -180,10 +180,11 @@ class DisagreementError(RuntimeError):
     """Ranks differ in something that must be equal; raised on every rank with the first difference.
 
     Attributes:
-        places: if graphs differ, lines of the model's code that called what was captured, from the outside in.
+        places: if ranks differ in what they do next in a first forward, the lines of the model's code that are at it
+            here, from the outside in; else None.
     """
 
-    places: Sequence[tuple[str, int]] = ()
+    places: Sequence[tuple[str, int]] | None = None
 
 
 def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,37 @@ import hecate
 from hecate.wrap import whole_runs
 from tests.hecate_compile.wrap.untraced_models import (
     KINDS,
+    RARE_TOKEN,
     CheckpointedModel,
     CountedMoE,
     DroppingMoE,
+    EndingModel,
     FusedMoE,
     NormedMoE,
+    RareMoE,
     RecomputedAsOfOldMoE,
+    RecomputedByExpertMoE,
     RecomputedMoE,
     RejectingModel,
     TwiceModel,
+    UnevenMoE,
     WatchedMoE,
     WrappingMoE,
+    with_rare_token,
 )
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
-from tests.support.parity import state_error, train_both
+from tests.support.parity import compare, rank_and_size, state_error, train_both
 from tests.support.ranks import message_of, run_ranks
 
 
-def small(kind: str, seed: int = 0) -> PlainLanguageModel:
-    torch.manual_seed(seed)
+def _seeded(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def small(kind: str) -> PlainLanguageModel:
+    torch.manual_seed(0)
     layers = 2 if kind in ("counts by numpy", "chosen by data") else 1
     return PlainLanguageModel(KINDS[kind], hidden=16, layers=layers, experts=6)
 
@@ -91,10 +103,7 @@ VARIANTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def vary(name: str) -> list[float]:
     """On one rank: errors of gradients in three steps in which ranks choose other experts."""
     make, options = VARIANTS[name]
-    torch.manual_seed(0)
-    model = make()
-    torch.manual_seed(0)
-    reference = make()
+    model, reference = _seeded(make), _seeded(make)
     hecate.compile(model, hecate.Config(backend="aot_eager", policy=Anything(reshard_every=2), **options))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     errors = []
@@ -173,6 +182,8 @@ def test_a_first_forward_that_is_tried_again_draws_the_same_numbers() -> None:
 
 
 class Cache:
+    """What a model is given, and changes."""
+
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
 
@@ -182,14 +193,17 @@ class RememberingModel(PlainLanguageModel):
 
     def __init__(self) -> None:
         super().__init__(CountedMoE, layers=1)
-        self.calls, self.seen = 0, list[int]()
+        self.calls, self.seen, self.last = 0, list[int](), deque[int](maxlen=1)
         self.register_buffer("count", torch.zeros(()))
+        self.usage = torch.zeros(3)
 
     def forward(self, input_ids: torch.Tensor, cache: Cache, labels: torch.Tensor | None = None) -> Any:
         cache.keys.append(self.embedding(input_ids))
         self.calls += 1
         self.seen.append(self.calls)
+        self.last.append(self.calls)
         self.count += 1
+        self.usage += 1
         torch._dynamo.graph_break()
         return super().forward(input_ids=input_ids, labels=labels)
 
@@ -199,7 +213,8 @@ def test_a_first_forward_that_is_tried_again_finds_what_it_was_given() -> None:
     for call in range(1, 3):
         model(input_ids=batch(0), cache=cache, labels=batch(0))
         assert (len(cache.keys), model.calls, int(model.count)) == (call, call, call)
-        assert model.seen == list(range(1, call + 1))
+        assert model.seen == list(range(1, call + 1)) and [*model.last] == [call]
+        assert model.usage.tolist() == [call] * 3
 
 
 class ChangingModel(PlainLanguageModel):
@@ -216,13 +231,27 @@ def test_a_first_forward_that_changes_a_tensor_is_not_tried_again() -> None:
     assert torch.isfinite(model(batch(0), batch(0))["loss"])
 
 
+class ShrinkingModel(PlainLanguageModel):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        with torch.no_grad():
+            self.embedding.weight.mul_(0.5)
+        torch._dynamo.graph_break()
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+def test_a_first_forward_that_changes_a_parameter_is_not_tried_again() -> None:
+    model = hecate.compile(ShrinkingModel(CountedMoE, layers=1), hecate.Config(backend="aot_eager"))
+    with pytest.raises(RuntimeError, match="the first forward has changed"):
+        model(batch(0), batch(0))
+
+
 def fail(gradient: torch.Tensor) -> None:
     raise RuntimeError("no memory")
 
 
 def odd() -> dict[str, Any]:
-    """On one rank: a backward that fails before a step; and results that autograd cannot be told of."""
-    model, reference = small("chosen by data"), small("chosen by data")
+    """On one rank: a backward that fails before a step; what ranks have of other kinds, in other numbers."""
+    model, reference = (_seeded(lambda: PlainLanguageModel(FusedMoE, 16, 2, 6)) for _ in range(2))
     hecate.compile(model, hecate.Config(backend="aot_eager"))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     gradients = []
@@ -235,11 +264,48 @@ def odd() -> dict[str, Any]:
             handle.remove()
         gradients.append(train_both(model, reference, optimizers, ids).gradient)
     wrapped = hecate.compile(PlainLanguageModel(WrappingMoE, layers=1), hecate.Config(backend="aot_eager"))
-    return {"gradients": gradients, "wrapped": message_of(lambda: wrapped(input_ids=batch(0), labels=batch(0)))}
+    uneven = with_rare_token(PlainLanguageModel(UnevenMoE, hidden=16, layers=1, experts=6))
+    uneven = hecate.compile(uneven, hecate.Config(backend="aot_eager"))
+    return {
+        "gradients": gradients,
+        "recomputed by expert": ends_with(RecomputedByExpertMoE),
+        "experts of one rank": ends_with(RareMoE),
+        "wrapped": message_of(lambda: wrapped(input_ids=batch(0), labels=batch(0))),
+        "uneven": message_of(lambda: uneven(input_ids=own_rows(0))),
+    }
+
+
+def rare_on_rank_0(seed: int) -> torch.Tensor:
+    ids = batch(seed, rows=2)[:, :4]
+    ids[ids == RARE_TOKEN] = 0
+    ids[0, 0] = RARE_TOKEN
+    return ids
+
+
+def own_rows(seed: int) -> torch.Tensor:
+    rank, size = rank_and_size()
+    return rare_on_rank_0(seed).chunk(size)[rank]
+
+
+def ends_with(moe: Any) -> list[float]:
+    """Errors of gradients where the loss is outside of the model, right behind a layer that runs as Python."""
+    models = [_seeded(lambda: with_rare_token(EndingModel(moe, 16, 1, 6))) for _ in range(2)]
+    hecate.compile(models[0], hecate.Config(backend="aot_eager"))
+    errors = []
+    for step in range(3):
+        losses = []
+        for model, ids in zip(models, (own_rows(step), rare_on_rank_0(step)), strict=True):
+            model.zero_grad()
+            losses.append(model(input_ids=ids)["logits"].square().mean())
+            losses[-1].backward()
+        errors.append(compare(models[0], losses[0].detach(), models[1], losses[1].detach()).gradient)
+    return errors
 
 
 @pytest.mark.distributed
-def test_a_backward_that_fails_and_results_in_a_class_of_their_own() -> None:
+def test_a_backward_that_fails_and_what_ranks_have_of_other_kinds_and_numbers() -> None:
     for found in run_ranks(odd, 2):
-        assert max(found["gradients"]) < 1e-4, found
+        for name in ("gradients", "recomputed by expert", "experts of one rank"):
+            assert max(found[name]) < 1e-4, (name, found)
         assert "returns Wrapped, in which no tensor is found" in found["wrapped"], found
+        assert "floating point on this rank, and from 1 to 2 on all" in found["uneven"], found

@@ -55,7 +55,7 @@ class SkippedMoE(PlainMoE):
         self.forward = torch.compiler.disable(super().forward)  # type: ignore[method-assign]
 
 
-class FusedMoE(nn.Module):
+class ChosenMoE(nn.Module):
     """Parameters for all experts, which are read in a loop over those that tokens have chosen."""
 
     def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
@@ -74,6 +74,14 @@ class FusedMoE(nn.Module):
             done = silu(tokens[rows] @ self.up[expert]) @ self.down[expert]
             out = out.index_add(0, rows, done * weights[rows, choice, None])
         return out.view_as(hidden)
+
+
+class FusedMoE(ChosenMoE):
+    """The same, kept from the compiler, which would be long at it before it gives up."""
+
+    @torch.compiler.disable
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden)
 
 
 class BoundedExpert(Expert):
@@ -123,7 +131,7 @@ class WrappingMoE(nn.Module):
         return self.inner(hidden).tensor  # type: ignore[no-any-return]
 
 
-class RecomputedMoE(FusedMoE):
+class RecomputedMoE(ChosenMoE):
     """One that runs once more in the backward, up to the last tensor that this needs."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,6 +143,77 @@ class RecomputedAsOfOldMoE(FusedMoE):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, hidden, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class RecomputedByExpertMoE(FusedMoE):
+    """Has as many such backwards as a rank's tokens have chosen experts, each with a parameter of all."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.shared = nn.Linear(sizes[0], sizes[0])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
+        out = torch.zeros_like(tokens)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, choice = torch.where(chosen == expert)
+            done = checkpoint(self.one, tokens[rows], expert, use_reentrant=True)
+            out = out.index_add(0, rows, done * weights[rows, choice, None])
+        return out.view_as(hidden)
+
+    def one(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return silu(self.shared(rows) @ self.up[expert]) @ self.down[expert]
+
+
+class EndingModel(PlainLanguageModel):
+    """Ends with such a layer: no graph is behind it, and the loss is outside."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        block: Any = self.blocks[0]
+        return {"logits": block(self.norms[0](self.embedding(input_ids)))}
+
+
+class RareMoE(FusedMoE):
+    """Has experts of a second kind, which few tokens meet."""
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
+        super().__init__(hidden, intermediate, experts, choices)
+        self.rare = nn.ModuleList(Expert(hidden, intermediate) for _ in range(experts))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out, tokens = super().forward(hidden), hidden.flatten(0, -2)
+        rows = (tokens[:, 0] > RARE).nonzero().flatten()
+        if len(rows):
+            for expert in self.rare:
+                out = out.view_as(tokens).index_add(0, rows, expert(tokens[rows]))
+        return out.view_as(hidden)
+
+
+class UnevenMoE(nn.Module):
+    """Has a layer in it that returns more tensors where it has seen some tokens."""
+
+    class Inner(FusedMoE):
+        @torch.compiler.disable
+        def forward(self, hidden: torch.Tensor) -> Any:
+            return super().forward(hidden), hidden.sum() if (hidden[..., 0] > RARE).any() else 0.0
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.inner = self.Inner(*sizes)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)[0]  # type: ignore[no-any-return]
+
+
+# More than a norm of 16 numbers gives nearly all tokens in their first; and a token for which it does.
+RARE, RARE_TOKEN = 3.0, 7
+
+
+def with_rare_token(model: PlainLanguageModel) -> PlainLanguageModel:
+    with torch.no_grad():
+        model.embedding.weight[RARE_TOKEN, 0] = 30
+    return model
 
 
 class TwiceModel(PlainLanguageModel):
@@ -250,7 +329,7 @@ class SwitchingMoE(ListMoE):
 KINDS: dict[str, Any] = {
     "counts by numpy": CountedMoE,
     "counts by bincount": CountingMoE,
-    "chosen by data": FusedMoE,
+    "chosen by data": ChosenMoE,
     "kept from the compiler": SkippedMoE,
     "recomputed": RecomputedMoE,
     "changed in place": ChangedMoE,
