@@ -20,6 +20,8 @@ from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.graph.test_traces"
 EAGER = hecate.Config(backend="aot_eager")
+# Instead of torch's limit of eight graphs of a function, which take longer.
+_FEW = 4
 
 
 def _pair(seed: int = 0) -> tuple[PlainLanguageModel, PlainLanguageModel]:
@@ -41,14 +43,14 @@ def _graphs(model: nn.Module) -> int:
 
 
 def sweep() -> dict[str, Any]:
-    """Nine models in a row, of which the last four are kept and have several graphs each."""
+    """Five models in a row, of which the last two are kept and have several graphs each."""
     errors, kept = [], []
-    for seed in range(9):
+    for seed in range(5):
         model, reference = _pair(seed)
         ids = batch(seed)
         with torch.no_grad():
             errors.append(error_of(model(ids)["logits"], reference(ids)["logits"]))
-            if seed >= 5:
+            if seed >= 3:
                 kept.append(model)
                 errors.append(error_of(model(ids, ids)["loss"], reference(ids, ids)["loss"]))
     errors.append(_step(model, reference, batch(9)))
@@ -103,7 +105,7 @@ def many_shapes() -> dict[str, Any]:
         for rows, length in [(4, 16), (3, 20), (1, 13)]
     ]
     with torch.no_grad():
-        for rows, length in [(4, 16), (5, 24), (1, 31), (1, 1), (3, 1)]:
+        for rows, length in [(4, 16), (1, 31), (3, 1)]:
             ids = batch(length, rows=rows * size, length=length)
             for given in [{}, {"labels": ids.chunk(size)[rank]}] if length > 1 else [{}]:
                 ours = model(ids.chunk(size)[rank], **given)["logits"]
@@ -112,7 +114,8 @@ def many_shapes() -> dict[str, Any]:
 
 
 def each_has_its_own() -> dict[str, dict[str, Any]]:
-    """On one rank, one after the other in one process."""
+    """On one rank, one after the other in one process, where torch allows few graphs."""
+    torch._dynamo.config.recompile_limit = _FEW
     return {"sweep": sweep(), "preferences": preferences(), "many shapes": many_shapes()}
 
 
@@ -121,10 +124,10 @@ def test_each_model_has_its_own_number_of_graphs() -> None:
     for found in run_ranks(f"{_HERE}:each_has_its_own", 2):
         for name, one in found.items():
             assert max(one["errors"]) < 1e-5, name
-        assert len(found["sweep"]["errors"]) == 9 + 4 + 1
-        assert sum(found["sweep"]["graphs"]) > 8, "more than torch allows all of them together"
-        assert found["preferences"]["texts"] and found["preferences"]["graphs"][0] > 4
-        assert found["many shapes"]["graphs"] > 8
+        assert len(found["sweep"]["errors"]) == 5 + 2 + 1
+        assert sum(found["sweep"]["graphs"]) > _FEW, "more than torch allows all of them together"
+        assert found["preferences"]["texts"] and found["preferences"]["graphs"][0] > _FEW
+        assert found["many shapes"]["graphs"] > _FEW
 
 
 def limit() -> list[str]:

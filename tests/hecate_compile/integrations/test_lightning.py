@@ -18,6 +18,7 @@ from torch import nn
 
 import hecate
 from hecate.compiled_model import is_compiled
+from tests.support.extent import ALL
 from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import state_error
 from tests.support.ranks import ROOT, message_of, run_ranks, torchrun
@@ -197,11 +198,13 @@ def run_example(folder: Path, *, kill_after: str = "") -> dict[tuple[str, ...], 
 
 
 def test_the_example_goes_on_after_a_kill(tmp_path: Path) -> None:
-    whole = run_example(tmp_path / "whole")
     killed = run_example(tmp_path / "killed", kill_after="last.ckpt/step-00000014")
-    assert len(whole) == 2 * 3 * 14 and whole.keys() == killed.keys()
-    # Replicas, which depend on measured rates, change the order of sums.
-    off = max(abs(killed[key] - loss) for key, loss in whole.items())
-    assert off < 1e-5, off
-    assert whole["0", "41"] < whole["0", "0"] - 1
-    assert whole["0", "0"] != whole["1", "0"], "ranks have batches of their own"
+    assert killed.keys() == {(rank, str(step)) for rank in "01" for step in range(3 * 14)}
+    assert killed["0", "41"] < killed["0", "0"] - 1
+    assert killed["0", "0"] != killed["1", "0"], "ranks have batches of their own"
+    # That losses are those of a run without a kill is tested above, too, without torchrun.
+    if ALL:
+        whole = run_example(tmp_path / "whole")
+        # Replicas, which depend on measured rates, change the order of sums.
+        off = max(abs(killed[key] - loss) for key, loss in whole.items())
+        assert off < 1e-5, off
