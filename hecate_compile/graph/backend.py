@@ -8,22 +8,21 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
+from hecate.graph.refused import refuse_chosen_experts, refuse_lost_changes
 from hecate.passes import PASSES, PassContext
-from hecate.passes.analysis.expert_loops import is_one_expert
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_of_model, size_hint
 from hecate.passes.base import PassRecord, Skip
 from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
-from hecate.passes.fx import arg, bodies_of
+from hecate.passes.fx import bodies_of
 from hecate.passes.runner import run_passes
 from hecate.private import dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
@@ -32,13 +31,12 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
-from hecate.runtime.state.layer import Layer, Relaying, get_layer
+from hecate.runtime.state.layer import Layer, Relaying
 from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.graph_breaks import break_near, places_around, places_in
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, untraced_read
-from hecate.wrap.untraced_loops import chosen_by_data
+from hecate.wrap.parameter_reads import WITHOUT_TRACING
 
 log = logging.getLogger("hecate")
 
@@ -171,8 +169,9 @@ class Backend:
         context = self._context()
         bodies = [body.graph for body in bodies_of(gm)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
-        if self.world.size > 1 or (mode is not None and mode.first):
-            for body in bodies:
+        for body in bodies:
+            refuse_lost_changes(body)
+            if self.world.size > 1 or (mode is not None and mode.first):
                 refuse_chosen_experts(body, sys._getframe())
         records = run_passes(
             gm,
@@ -305,23 +304,3 @@ def _tokens(gm: GraphModule) -> int:
             count = math.prod(size_hint(size) for size in value.shape[:2])
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)
-
-
-def refuse_chosen_experts(graph: Graph, frame: FrameType) -> None:
-    """Raise if a graph captured inside ``frame`` has some experts of a list, and data decide which."""
-    for number, gathers in gathers_by_layer(graph).items():
-        layer, users = get_layer(number), [user for gather in gathers for user in gather.users]
-        experts = {arg(user, 1) for user in users if is_one_expert(user)}
-        if not experts or len(experts) == layer.num_experts or not all(map(is_one_expert, users)):
-            continue
-        loop = chosen_by_data(frame, layer, [gather.stack_trace or "" for gather in gathers])
-        if loop is not None:
-            raise untraced_read(
-                f"{layer.name} is called in a loop that torch.compile did not trace, expert by expert, and data "
-                f"decide which.\n{loop}",
-                "Ranks must call the same experts, because they exchange them, and other tokens choose others. A "
-                "branch on how many rows an expert has (`if rows.numel() == 0: continue`) can be left out: zero "
-                "rows cost nothing. Run with TORCH_LOGS=graph_breaks to see what else breaks the graph. "
-                f"{WITHOUT_TRACING}",
-                layer=layer.name,
-            )

@@ -38,7 +38,7 @@ from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.first_forward import agree_on_next
+from hecate.wrap.first_forward import LOST_CHANGES, agree_on_next
 from hecate.wrap.shard import shard_of
 from hecate.wrap.stack_experts import ExpertStack, stack_of
 
@@ -50,6 +50,7 @@ class _Whole:
     shard: torch.Tensor
     num_experts: int  # 0 of a dense parameter
     key: str
+    version: int = 0  # of what was gathered
     # Weak, as what is saved for the backward holds this, and modules may hold their own results.
     stack: weakref.ref[ExpertStack] | None = None
     read: set[int] = field(default_factory=set)
@@ -131,6 +132,7 @@ class WholeRun:
             try:
                 with self._saving():
                     out = forward(*args, **kwargs)
+                self._refuse_lost_changes()
             finally:
                 _entered[:] = [other for other in _entered if other is not self]
             if self._how.world.size == 1 or not self._wholes or not torch.is_grad_enabled():
@@ -169,7 +171,8 @@ class WholeRun:
                 self._wholes[place] = whole
                 # What another call of the layer has not read, this one may.
                 found = before.tensors.get(place) if before is not None else None
-                self.tensors[place] = self._gather(whole) if found is None else found
+                gathered = self.tensors[place] = self._gather(whole) if found is None else found
+                whole.version = 0 if gathered.is_inference() else version_of(gathered)
         return before is not None
 
     def _gather(self, whole: _Whole) -> torch.Tensor:
@@ -222,6 +225,15 @@ class WholeRun:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def _refuse_lost_changes(self) -> None:
+        for place, tensor in self.tensors.items():
+            whole = self._wholes[place]
+            if tensor is not whole.shard and not tensor.is_inference() and version_of(tensor) != whole.version:
+                raise RuntimeError(
+                    f"hecate: a {self._name} that runs as Python has changed {whole.key} in place, of "
+                    f"which each rank has a part. {LOST_CHANGES}"
+                )
 
     def _tell(self, trained: Sequence[bool], kind: str) -> list[bool]:
         """Note what other ranks have read, as what no rank has read gets no gradient. A collective.
@@ -370,7 +382,7 @@ def _parts(layer: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[_Whol
         for key in each.parameters:
             shard = own[key]
             assert shard is not None
-            yield _Whole(shard, each.num_experts, key, weakref.ref(stack) if stack is not None else None)
+            yield _Whole(shard, each.num_experts, key, stack=weakref.ref(stack) if stack is not None else None)
     for module in layer.modules():
         for key, parameter in parameters_of(module).items():
             if parameter is not None and isinstance(shard_of(parameter), DenseShard):

@@ -17,7 +17,7 @@ from torch import nn
 from hecate.private import children_of
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.empty_turns import minds_no_rows
-from hecate.wrap.loops.turns import Counts, Loops
+from hecate.wrap.loops.turns import Counts, Loops, RowLists
 from hecate.wrap.swapped_class import swap_class
 
 log = logging.getLogger("hecate")
@@ -130,8 +130,10 @@ def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
     ast.increment_lineno(tree, start - 1)
     before = ast.unparse(definition).splitlines()
     loops = Loops(definition, listed)
-    definition = loops.visit(definition)
+    lists = RowLists(definition, [])
+    definition = loops.visit(lists.visit(definition))
     loop = min(loops.lines, default=None)
+    loops.lines += lists.lines
     definition = Counts(loops.lines).visit(definition)
     if not loops.lines or has_private_names(definition):
         return None

@@ -1,10 +1,14 @@
-"""Turn loops that leave out experts without tokens into loops over all experts, and give counts a known length."""
+"""Turn loops that leave out experts without tokens into loops over all experts, and give counts a known length.
+
+Lists of row numbers, which have none, are left out.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 import logging
+from collections.abc import Iterator
 
 from hecate.wrap.loops.empty_turns import Effects, Rows
 from hecate.wrap.loops.spellings import (
@@ -17,6 +21,7 @@ from hecate.wrap.loops.spellings import (
     is_load,
     is_method,
     names_assigned,
+    searched_by,
     text_of,
 )
 
@@ -187,6 +192,55 @@ class ExpertNumber(ast.NodeTransformer):
         if self._is_it(node.value) and self.is_number:
             node.value = self._number(node.value)
         return node
+
+
+class RowLists(ast.NodeTransformer):
+    """Picks rows by their numbers where a function makes lists of these: ``x[rows.tolist()]`` is ``x[rows]``."""
+
+    def __init__(self, definition: ast.FunctionDef, lines: list[int]) -> None:
+        self.lines, self._nodes = lines, list(ast.walk(definition))
+        made = (node for node in self._nodes if isinstance(node, ast.Assign) and _is_list_of_name(node.value))
+        # By name of a list: that of its numbers.
+        self._numbers = {one: rows for node in made for one, rows in self._list(node)}
+
+    def _list(self, node: ast.Assign) -> Iterator[tuple[str, str]]:
+        (name, *more), rows = [*names_assigned(node), ""], text_of(node.value).removesuffix(".tolist()")
+        found = [n for n in self._nodes if isinstance(n, ast.Assign) and rows in names_assigned(n)]
+        picks = {
+            id(index)
+            for n in self._nodes
+            if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)
+            for index in (n.slice.elts if isinstance(n.slice, ast.Tuple) else [n.slice])
+        }
+        loads = [n for n in self._nodes if is_load(n) and n.id == name]
+        if (
+            more == [""]
+            and len(found) == 1
+            and searched_by(found[0].value) is not None
+            and sum(_changes(n, name) for n in self._nodes) == sum(_changes(n, rows) for n in self._nodes) == 1
+            and all(id(n) in picks and n.lineno >= node.lineno for n in loads)
+        ):
+            yield name, rows
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        if names_assigned(node)[:1] and names_assigned(node)[0] in self._numbers:
+            self.lines.append(node.lineno)
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if is_load(node) and node.id in self._numbers:
+            return ast.copy_location(ast.Name(self._numbers[node.id], ast.Load()), node)
+        return node
+
+
+def _is_list_of_name(node: ast.expr) -> bool:
+    return (
+        is_method(node)
+        and node.func.attr == "tolist"
+        and not given_to(node)
+        and isinstance(node.func.value, ast.Name)
+    )
 
 
 class Counts(ast.NodeTransformer):

@@ -86,6 +86,22 @@ class Guard(Experts):
         return out
 
 
+class RowLists(Experts):
+    """Makes lists of the numbers, as Mixtral's first version."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        mask = self.mask()
+        for expert in range(self.num_experts):
+            choice, token = torch.where(mask[expert])
+            if token.shape[0] == 0:
+                continue
+            tokens = token.tolist()
+            choices = choice.tolist()
+            current = self.tokens[None, tokens].reshape(-1, 3) @ self.w[expert]
+            out.index_add_(0, token, current * (1 + self.chosen[tokens, choices, None]))
+        return out
+
+
 class MaskGuard(Experts):
     def forward(self, out: torch.Tensor) -> torch.Tensor:
         for expert in range(self.num_experts):
@@ -151,7 +167,8 @@ class Decorated(Experts):
         return out
 
 
-KINDS = [HitRows, HitNumbers, HitItem, Guard, MaskGuard, MaskViewGuard, NumbersBehindGuard, Closure, Decorated]
+KINDS = [HitRows, HitNumbers, HitItem, Guard, RowLists, MaskGuard, MaskViewGuard]
+KINDS += [NumbersBehindGuard, Closure, Decorated]
 
 
 def assert_captured(module: nn.Module, expected: torch.Tensor) -> None:
@@ -220,6 +237,9 @@ def forward(self, out):
         out.index_add_(0, token, self.tokens[token] @ self.w[expert[0]])
     return out
 """
+LISTS = GUARDED.replace("out.", "rows = token.tolist()\n        out.").replace(
+    "self.tokens[token]", "self.tokens[rows]"
+)
 COUNTS = """
 def forward(self, out):
     return out + torch.bincount(self.chosen[:, 0] + 3, minlength=4).sum()
@@ -295,6 +315,10 @@ LEFT_ALONE = {
         "if token.numel() == 0:",
         "load = self.load[token]\n        hot = load.nonzero().flatten()\n        if hot.numel() == 0:",
     ),
+    "a list of rows that is counted": (LISTS, "self.w[expert]", "self.w[expert] / len(rows)"),
+    "a list of rows that were others": (LISTS, "out.", "token = token.flip(0)\n        out."),
+    "a list of rows that changes": (LISTS, "out.", "rows.reverse()\n        out."),
+    "a list of numbers that nothing found": (LISTS, "token.tolist()", "self.chosen.tolist()"),
     "the loop's variable has another use": (HITS, "return out", "return out + expert"),
     "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),
 }
