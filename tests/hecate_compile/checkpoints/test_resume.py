@@ -34,9 +34,10 @@ class Run:
 
     def __init__(self, kind: str, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
-        model: Any = (
-            small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1 + (kind == "plain"))
-        )
+        if kind == "list":
+            model: Any = small(seed=seed, layers=1)
+        else:
+            model = build(kind, seed=seed, **({"layers": 2, "experts": 6} if kind == "plain" else {"layers": 1}))
         if kind == "qwen3_moe":
             for layer in model.model.layers:
                 layer.self_attn.attention_dropout = 0.1
@@ -160,7 +161,7 @@ def test_goes_on_bit_for_bit(tmp_path: Path, kind: str, in_background: bool, opt
 def train(folder: str, start: int, stop: int, dense: Any) -> dict[str, Any]:
     """Steps ``start`` to ``stop``, and a checkpoint."""
     model = hecate.compile(
-        build("plain", seed=start, dtype=torch.float64, layers=1),
+        build("plain", seed=start, dtype=torch.float64, layers=1, experts=4),
         hecate.Config(backend="aot_eager", dense=dense, policy=Restless(reshard_every=2)),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -201,11 +202,11 @@ def test_other_numbers_of_ranks_go_on_with_the_same_losses(tmp_path: Path) -> No
         assert all(one == found[0] for one in found)
         losses += found[0]["losses"]
     # The same nine steps in one process without Hecate.
-    plain = build("plain", seed=0, dtype=torch.float64, layers=1)
+    plain = build("plain", seed=0, dtype=torch.float64, layers=1, experts=4)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     expected = go_on(plain, optimizer, range(9), lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
-    model = build("plain", seed=3, dtype=torch.float64, layers=1)
+    model = build("plain", seed=3, dtype=torch.float64, layers=1, experts=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     assert hecate.load(tmp_path, model, optimizer).step == 9
     assert state_error(model.state_dict(), plain.state_dict()) < 1e-6
