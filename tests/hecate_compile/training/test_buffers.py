@@ -28,11 +28,11 @@ _HERE = "tests.hecate_compile.training.test_buffers"
 class BalancedMoE(PlainMoE):
     """A bias that balances load, as users write it: ``"own"`` follows what its own rank routes."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(16, 16, 4, 2)
+    def __init__(self, way: str, experts: int) -> None:
+        super().__init__(16, 16, experts, 2)
         self.way = way
-        self.register_buffer("bias", torch.zeros(4))
-        self.register_buffer("passing", torch.zeros(4), persistent=False)
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("passing", torch.zeros(experts), persistent=False)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int32))
         self.register_buffer("table", torch.ones(3), persistent=False)
 
@@ -40,7 +40,7 @@ class BalancedMoE(PlainMoE):
         scores = self.router(tokens).softmax(-1)
         chosen = (scores + self.bias + self.passing).topk(self.choices, dim=-1).indices
         if self.way == "own" and self.training:
-            load = (chosen.reshape(-1, 1) == torch.arange(4)).sum(0).float()
+            load = (chosen.reshape(-1, 1) == torch.arange(len(self.bias))).sum(0).float()
             self.bias.add_(0.05 * torch.sign(load.mean() - load))
             self.passing.add_(0.01 * torch.sign(load - load.mean()))
             self.forwards.add_(1)
@@ -50,11 +50,11 @@ class BalancedMoE(PlainMoE):
 class Model(nn.Module):
     """BatchNorm in the trunk, and layers of experts."""
 
-    def __init__(self, way: str, *, checkpoints: bool = False, layers: int = 1) -> None:
+    def __init__(self, way: str, *, checkpoints: bool = False, layers: int = 1, experts: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.norm = nn.Embedding(VOCABULARY, 16), nn.BatchNorm1d(16)
-        self.blocks = nn.ModuleList(BalancedMoE(way) for _ in range(layers))
+        self.blocks = nn.ModuleList(BalancedMoE(way, experts) for _ in range(layers))
         self.head, self.checkpoints = nn.Linear(16, VOCABULARY), checkpoints
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -147,22 +147,23 @@ def saved(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for shares in (True, False):
         model = hecate.compile(
-            Model("none", layers=2),
+            Model("none", layers=2, experts=2),
             hecate.Config(backend="aot_eager", policy="static", broadcast_buffers=shares),
         )
         block, second = model.blocks[0], model.blocks[1]
         block.bias.fill_(1.0 + rank)
         block.passing.fill_(1.0 + rank)
-        second.bias = torch.full((4,), 1.0 + rank)
+        second.bias = torch.full((2,), 1.0 + rank)
         # A table that grows with the batch of a rank, and one that was replaced by one of the same size.
         block.table = torch.full((3 + rank,), 7.0 + rank)
-        second.passing = torch.full((4,), 7.0 + rank)
+        second.passing = torch.full((2,), 7.0 + rank)
         model(batch(0).chunk(size)[rank]).backward()
         after = [float(b[0]) for b in (block.bias, block.passing, second.bias, block.table, second.passing)]
         if rank:
             block.bias.fill_(9.0)
         hecate.save(f"{folder}/{shares}", model, step=1)
-        again = hecate.compile(Model("none", layers=2), hecate.Config(backend="aot_eager", policy="static"))
+        again = Model("none", layers=2, experts=2)
+        hecate.compile(again, hecate.Config(backend="aot_eager", policy="static"))
         hecate.load(f"{folder}/{shares}", again)
         # A module that came later.
         model.late = nn.BatchNorm1d(3)
@@ -185,7 +186,7 @@ def added_after_an_evaluation() -> str:
     """One rank evaluates between two steps, and both add a module behind that."""
     dist.init_process_group("gloo")
     rank, size = rank_and_size()
-    model = hecate.compile(Model("own"), hecate.Config(backend="aot_eager", policy="replicate"))
+    model = hecate.compile(Model("own", experts=2), hecate.Config(backend="aot_eager", policy="replicate"))
     model(batch(0).chunk(size)[rank]).backward()
     if rank == 0:
         with torch.no_grad():
@@ -205,7 +206,7 @@ def alone(last: int) -> list[Any]:
     """One rank evaluates when the other has ended."""
     dist.init_process_group("gloo")
     rank, size = rank_and_size()
-    model = hecate.compile(Model("own"), hecate.Config(backend="aot_eager", policy="replicate"))
+    model = hecate.compile(Model("own", experts=2), hecate.Config(backend="aot_eager", policy="replicate"))
     model(batch(0).chunk(size)[rank]).backward()
     kept = [buffer.clone() for buffer in model.buffers()]
     said: list[str] = []

@@ -30,9 +30,9 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def on_shards(dense: Any) -> dict[str, Any]:
     """Everything with one compiled model, one rank of which owns no expert."""
-    model = hecate.compile(build("plain", layers=1), hecate.Config(backend="aot_eager", dense=dense))
+    model = hecate.compile(build("plain", layers=1, experts=4), hecate.Config(backend="aot_eager", dense=dense))
     compiled = compiled_model_of(model, "test")
-    compiled.owner_mover.move([(layer, Owners((0,) * 8, compiled.world.size)) for layer in compiled.layers])
+    compiled.owner_mover.move([(layer, Owners((0,) * 4, compiled.world.size)) for layer in compiled.layers])
     start = {name: value.clone() for name, value in model.state_dict().items()}
     steps = [_gradients(model, number) for number in range(3)]
     found: dict[str, Any] = {"mine": sum(len(p) == 0 for p in model.parameters()), "optimizers": {}, "norms": {}}
