@@ -15,19 +15,24 @@ from hecate.compiled_model import compiled_model_of
 from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.adversaries import Restless
 from tests.support.extent import ALL
-from tests.support.models import PlainLanguageModel, batch
+from tests.support.models import PlainLanguageModel, PlainMoE, batch
 from tests.support.parity import run_step, state_error, step_both
 from tests.support.ranks import message_of, run_ranks
 
 _HERE = "tests.hecate_compile.integrations.test_bitsandbytes"
 pytestmark = pytest.mark.distributed
-# Sixteen experts of 512 elements, two blocks: eight of them are 4,096, the least of which there are eight bits.
-EXPERTS = 16
+# Experts of 2,048 elements, eight blocks: two of them are 4,096, the least of which there are eight bits.
+EXPERTS = 4
+
+
+class Wide(PlainMoE):
+    def __init__(self, hidden: int, intermediate: int, experts: int, choices: int) -> None:
+        super().__init__(hidden, 4 * intermediate, experts, choices)
 
 
 def plain(kind: str, seed: int = 0, experts: int = EXPERTS) -> nn.Module:
     torch.manual_seed(seed)
-    return PlainLanguageModel(*[ListMoE] * (kind == "list"), layers=1, experts=experts)
+    return PlainLanguageModel(ListMoE if kind == "list" else Wide, layers=1, experts=experts)
 
 
 def compiled(kind: str, seed: int = 0, **options: Any) -> nn.Module:
@@ -96,8 +101,8 @@ def _difference(model: nn.Module, optimizer: Any, expected: nn.Module, other: An
 
 
 def uneven() -> str:
-    """On one rank: fifteen experts, of which eight are in eight bits and seven are not."""
-    model = compiled("plain", experts=15)
+    """On one rank: three experts, of which two are in eight bits and one is not."""
+    model = compiled("plain", experts=3)
     return message_of(lambda: step(model, adamw(model), 0))
 
 
