@@ -32,7 +32,8 @@ class Run:
 
         self.accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
         model = hecate.compile(
-            build("plain", seed=seed, layers=1), hecate.Config(backend="aot_eager", policy=Restless(reshard_every=1))
+            build("plain", seed=seed, layers=1, experts=4),
+            hecate.Config(backend="aot_eager", policy=Restless(reshard_every=1)),
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)

@@ -23,7 +23,7 @@ _HERE = "tests.hecate_compile.integrations.test_distributed_checkpoint"
 
 
 def plain(kind: str, seed: int = 0) -> nn.Module:
-    return small(seed=seed) if kind == "list" else build(kind, seed=seed)
+    return small(seed=seed, layers=1) if kind == "list" else build(kind, seed=seed, layers=1)
 
 
 def compiled(kind: str, dense: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
