@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,10 +35,21 @@ _OPTIONS = (
 _SMALL = _OPTIONS.split()
 
 
-def run_example(example: str, arguments: list[str]) -> str:
-    """On one rank: what an example prints, run as a command."""
-    sys.argv = [example, *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+def run_example(example: str, arguments: list[str], changes: dict[str, int] | None = None) -> str:
+    """On one rank: what an example prints, run as a command.
+
+    Args:
+        changes: of its model's config.
+    """
+    import transformers
+
+    sys.argv, config_of = [example, *arguments], transformers.Qwen3MoeConfig
+
+    def config(**given: Any) -> Any:
+        return config_of(**(given | (changes or {})))
+
+    patched: Any = mock.patch.object(transformers, "Qwen3MoeConfig", config) if changes else contextlib.nullcontext()
+    with patched, contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
     return said.getvalue()
 
