@@ -148,6 +148,7 @@ def generate() -> dict[str, Any]:
         found["lengths"].append(text.shape[1])
         # The program's own collective, behind it.
         dist.all_reduce(torch.ones(1))
+        found.setdefault("graphs", len(hecate.explain(model).graphs))
     ids = batch(0)
     mine = ids.chunk(2)[rank]
     loss = model(input_ids=mine, labels=mine).loss.detach().clone()
@@ -164,5 +165,6 @@ def test_texts_may_end_at_different_tokens() -> None:
     ranks = run_ranks(f"{_HERE}:generate", 2, timeout=120)
     for found in ranks:
         assert found["equal"] == [True, True] and found["loss"] < 1e-5
+        assert found["graphs"] <= 5, "not one for each length"
         assert "leaves such a model as it is" in found["module"] and not found["has"]
     assert ranks[0]["lengths"] != ranks[1]["lengths"]

@@ -141,7 +141,8 @@ def test_layers_of_a_frozen_model_are_checkpointed_in_one_graph() -> None:
 def generate() -> dict[str, Any]:
     """Between two steps: what PEFT's models generate, which call the model inside them, as in one process."""
     found: dict[str, Any] = {"texts": [], "losses": [], "graphs": []}
-    for task in (None, "CAUSAL_LM"):
+    # What has no task is asked for texts by the same way with less around it.
+    for task in (None, "CAUSAL_LM") if ALL else ("CAUSAL_LM",):
         reference: Any = adapted("qwen3_moe", task_type=task)
         model: Any = hecate.compile(adapted("qwen3_moe", task_type=task), hecate.Config(backend="aot_eager"))
         rank, size = dist_rank()
