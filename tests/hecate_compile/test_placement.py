@@ -186,12 +186,14 @@ def test_resharding_is_bitwise_invisible() -> None:
 
 
 STEPS = 100 if ALL else 40
+# Layers of the model of these steps. What lies between two of them is in the tests above.
+LAYERS = 2 if ALL else 1
 
 
 def many_steps() -> dict[str, Any]:
     """The default policy on a load that jumps between two experts, so that its prediction is always wrong."""
-    reference = build("gpt_oss", num_experts_per_tok=1)
-    model = compiled_on_free_links(build("gpt_oss", num_experts_per_tok=1), window=1, reshard_every=0)
+    reference, model = (build("gpt_oss", layers=LAYERS, num_experts_per_tok=1) for _ in range(2))
+    compiled_on_free_links(model, window=1, reshard_every=0)
     calls = _log_collectives()
     worst, graphs = 0.0, set()
     for step in range(STEPS):
@@ -246,25 +248,29 @@ def test_steps_of_changing_placements() -> None:
     for result in ranks:
         assert result["worst"] < 1e-5
         assert result["graphs"] == [1]
-        assert result["calls"] > STEPS * 2 * 5
+        assert result["calls"] > STEPS * LAYERS * 5
     assert len({result["log"] for result in ranks}) == 1
 
 
 def degenerate() -> dict[str, Any]:
     """No slots, too many of them, both objectives, after the gate. Fewer experts than ranks are in test_training."""
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "no slots": ({}, {"replicas": 0}),
-        "an expert per rank, and more slots than experts": ({"num_experts": 2}, {"replicas": 50}),
+    # The plain model has less to trace.
+    cases: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
+        "no slots": (("plain", {"experts": 4}), {"replicas": 0}),
+        "an expert per rank, and more slots than experts": (("plain", {"experts": 2}), {"replicas": 50}),
         "the paper's rule": (
-            {},
+            ("qwen3_moe", {}),
             {"objective": "paper", "rates": Rates(flops=1e9, rank_bytes=1e9, node_bytes=1e9, hidden_seconds=1e-4)},
         ),
-        "calibrated, and a node per rank": ({}, {"calibrate": True, "topology": Topology((0, 1))}),
+        "calibrated, and a node per rank": (
+            ("plain", {"experts": 4}),
+            {"calibrate": True, "topology": Topology((0, 1))},
+        ),
     }
     found = {}
-    for name, (model_options, options) in cases.items():
-        reference = build("qwen3_moe", layers=1, **model_options)
-        model = compiled_on_free_links(build("qwen3_moe", layers=1, **model_options), **options)
+    for name, ((family, changes), options) in cases.items():
+        reference, model = (build(family, layers=1, **changes) for _ in range(2))
+        compiled_on_free_links(model, **options)
         worst = max(step_and_compare(model, reference, batch(step)).gradient for step in range(3))
         found[name] = {"worst": worst, "replicas": [layer.replicas for layer in hecate.stats(model).layers]}
     return found
@@ -397,7 +403,7 @@ class Flat(torch.optim.SGD):
 
 
 def unmovable_state() -> dict[str, Any]:
-    model = compiled_on_free_links(build("qwen3_moe", layers=1), policy=Moving(reshard_every=1))
+    model = compiled_on_free_links(build("plain", layers=1, experts=4), policy=Moving(reshard_every=1))
     optimizer = Flat(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
