@@ -77,7 +77,7 @@ class WithExtras(PlainLanguageModel):
     """A scalar, a single row, a recurrent module, and a part that Dynamo leaves to Python."""
 
     def __init__(self) -> None:
-        super().__init__(layers=1)
+        super().__init__(layers=1, experts=4)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.randn(1, 32))
         self.filter = nn.Linear(32, 32)
@@ -118,7 +118,12 @@ def everything() -> dict[str, Any]:
         # The plain model, whose loop over experts is rewritten, is in test_inductor.
         "parity": measure("gpt_oss", dense="shard", layers=1, **REPLICAS),
         "without the pass": measure(
-            "qwen3_moe", dense="shard", layers=1, disable_passes=["bucket_gathers"], **REPLICAS
+            "plain",
+            dense="shard",
+            layers=1,
+            disable_passes=["bucket_gathers"],
+            changes={"experts": 4},
+            **REPLICAS,
         ),
         "gathered": gathered_again(checkpointing=False, layers=2),
         "gathered with checkpoints": gathered_again(checkpointing=True, layers=1),
