@@ -36,7 +36,7 @@ _SOON = 60
 def model() -> torch.nn.Module:
     # Rows cross in every exchange. With replicas two ranks may have nothing for each other, and meet later.
     config = hecate.Config(backend="aot_eager", policy="static")
-    return hecate.compile(PlainLanguageModel(hidden=8, layers=2, experts=4), config)
+    return hecate.compile(PlainLanguageModel(hidden=8, layers=1, experts=4), config)
 
 
 def step(compiled: torch.nn.Module, ids: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ def break_down(fault: str, patience: float = 60, steps: int = _STEPS) -> None:
 
 
 def signal_in_exchange(number: signal.Signals) -> None:
-    """In the middle of a step: when rows of the first layer are to be sent."""
+    """In the middle of a step: when rows are to be sent."""
     instead_of_exchanging(lambda: os.kill(os.getpid(), number))
 
 

@@ -39,9 +39,10 @@ def measure_all(families: list[str]) -> dict[str, dict[str, Any]]:
     # What lies between two layers is the same for any number of ranks.
     layers = 1 if dist.get_world_size() == 3 and not ALL else 2
     found = {family: measure(family, layers=layers, policy="anything", **options()) for family in families}
+    few: dict[str, Any]
     if dist.get_world_size() == 3:
         # One of them owns none, and has a bias to look up for all the rows that it has room for.
-        few: dict[str, Any] = dict(layers=1, steps=1, changes={"experts": 2}, policy="static")
+        few = dict(layers=1, steps=1, changes={"experts": 2}, policy="static")
         found["fewer experts than ranks"] = measure("plain", **few, **options())
     if dist.get_world_size() == 2:
         found["default policy"] = measure("qwen3_moe", steps=4, layers=1, **options(reshard_every=2))
@@ -50,7 +51,8 @@ def measure_all(families: list[str]) -> dict[str, dict[str, Any]]:
             found["again"] = measure("gpt_oss", rematerialize=True, policy="anything", **options())
             found["sharded"] = measure("mixtral", dense="shard", policy="anything", **options())
             found["owners move"] = measure("olmoe", policy=Anything(reshard_every=1), **options())
-        found["all to one"] = measure("plain", layers=1, one_hot=True, policy="static", **options())
+        few = dict(layers=1, changes={"experts": 4}, policy="static")
+        found["all to one"] = measure("plain", one_hot=True, **few, **options())
     return found
 
 
@@ -152,7 +154,8 @@ def gone() -> dict[str, Any]:
     # The reason is looked for in five heartbeats.
     heartbeat.EVERY = 0.2
     dist.init_process_group("gloo", timeout=timedelta(seconds=6))
-    model = hecate.compile(build("plain", layers=1), hecate.Config(**options(policy="static", compare_every=0)))
+    model = build("plain", layers=1, experts=4)
+    hecate.compile(model, hecate.Config(**options(policy="static", compare_every=0)))
     run_step(model, batch(0))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
