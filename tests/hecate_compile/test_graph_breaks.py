@@ -203,8 +203,8 @@ def tower() -> float:
 
 def recorded_in_checkpoints(folder: str) -> dict[str, Any]:
     """Router logits, which hooks append to a list, of layers that are computed again in the backward."""
-    reference = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
-    model = build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    reference, model = (build("qwen3_moe", layers=1, **options) for _ in range(2))
     model.train()
     model.gradient_checkpointing_enable()
     hecate.compile(model, hecate.Config(backend="aot_eager", dump=folder))
@@ -305,7 +305,7 @@ def test_numbers_of_data_outside_of_experts_stay_python() -> None:
 def test_what_checkpointed_layers_append_outside_of_them_breaks_no_graph() -> None:
     for found in (rank["recorded"] for rank in results()):
         assert found["worst"] < 1e-5
-        assert found["exchanged"] == 2 and found["checkpoints"] >= 2
+        assert found["exchanged"] == 1 and found["checkpoints"] >= 1
 
 
 @pytest.mark.distributed

@@ -25,7 +25,7 @@ def measure_all() -> dict[str, Any]:
     """On one rank."""
     return {
         "overlap": test_overlap.train_all("inductor", OVERLAP),
-        "plain": measure("plain", backend="inductor", dense="shard", layers=1, **REPLICAS),
+        "plain": measure("plain", backend="inductor", dense="shard", layers=1, changes={"experts": 4}, **REPLICAS),
         "moving": test_placement.thirty_steps(None, calibrates=False, backend="inductor", layers=1) if ALL else None,
     }
 

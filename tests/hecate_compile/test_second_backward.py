@@ -48,8 +48,8 @@ def _two_losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def second_backwards() -> dict[str, Any]:
     rank, size = rank_and_size()
     found = {}
-    for dense in ("replicate", "shard"):
-        model, reference = build("qwen3_moe", layers=1), build("qwen3_moe", layers=1)
+    for dense, family, changes in (("replicate", "qwen3_moe", {}), ("shard", "plain", {"experts": 4})):
+        model, reference = (build(family, layers=1, **changes) for _ in range(2))
         hecate.compile(model, hecate.Config(backend="aot_eager", dense=dense))
         # The backward is there already when a graph is first kept.
         _loss(model, batch(0).chunk(size)[rank]).backward()
