@@ -43,13 +43,13 @@ def train_models(nodes: tuple[int, ...] | None = None) -> dict[str, Any]:
     kinds, models = blocks_of_page(), []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(PlainLanguageModel(layers=len(kinds)))
-        models[-1].blocks = torch.nn.ModuleList(kind(32, 16, 8, 2) for kind in kinds.values())
+        models.append(PlainLanguageModel(layers=len(kinds), experts=4))
+        models[-1].blocks = torch.nn.ModuleList(kind(32, 16, 4, 2) for kind in kinds.values())
     model, reference = models
     by_node = {} if nodes is None else {"dispatch": "nodes", "topology": hecate.Topology(nodes)}
     hecate.compile(model, hecate.Config(backend="aot_eager", **by_node))
     rank = torch.distributed.get_rank()
-    parts = [batch(0, rows=4), batch(1, rows=4)]
+    parts = [batch(0, rows=3), batch(1, rows=3)]
     model(parts[rank], parts[rank])["loss"].backward()
     sum(reference(part, part)["loss"] for part in parts).div(2).backward()
     with torch.no_grad():
