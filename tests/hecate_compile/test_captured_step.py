@@ -98,7 +98,7 @@ def replay(rematerialize: bool) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     # The plain model has less to trace.
-    family, changes = ("qwen3_moe", {}) if ALL else ("plain", {"experts": 6})
+    family, changes = ("qwen3_moe", {}) if ALL else ("plain", {"experts": 5})
     reference, model = (build(family, layers=2, **changes) for _ in range(2))
     hecate.compile(model, hecate.Config(**options(policy=Anything(reshard_every=3), rematerialize=rematerialize)))
     # Owners change with the optimizer's steps; parameters stay.
