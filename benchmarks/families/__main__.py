@@ -21,15 +21,14 @@ from typing import Any
 import transformers
 
 from benchmarks.families.images import ON_ALL_RANKS, ON_ONE_RANK
+from benchmarks.families.lines import HEAD, cells_of, is_wrong, measure, table_line, what_was_raised
 from benchmarks.families.models import not_covered
 from benchmarks.families.table import FAMILIES, WRAPPERS
 from benchmarks.results_folder import results_folder
 from tests.support.ranks import RanksFailed, run_ranks
 
-TOLERANCE = 1e-5
 _PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _START, _END = "<!-- families: start -->\n", "<!-- families: end -->\n"
-_HEAD = ("family", "MoE layers", "experts", "exchange rows", "loss", "gradients", "graphs", "s", "")
 
 
 def main() -> None:
@@ -49,22 +48,22 @@ def main() -> None:
     if options.write and options.names:
         parser.error("--write takes all families")
     results: dict[str, dict[str, Any]] = {}
-    print(_line(_HEAD))
+    print(table_line(HEAD))
     for name in options.names or FAMILIES:
-        results[name] = _measure(name, options.backend, options.policy)
-        print(_line(_cells(name, results[name])), flush=True)
+        results[name] = measure(name, policy=options.policy, backend=options.backend)
+        print(table_line(cells_of(name, results[name])), flush=True)
     (results_folder() / "families.json").write_text(json.dumps(results, indent=1) + "\n")
     missing = not_covered()
     print("\n" + _summary(results, missing))
     if options.write:
         _write(results, missing)
-    if missing or any(_is_wrong(result) for result in results.values()):
+    if missing or any(is_wrong(result) for result in results.values()):
         raise SystemExit(1)
 
 
 def _print_images(names: Iterable[str], policy: str) -> None:
     """A line for each family: the worst errors of losses and of gradients, or what was raised."""
-    print(_line(("family", "images on all ranks: loss", "gradients", "on one rank: loss", "gradients")))
+    print(table_line(("family", "images on all ranks: loss", "gradients", "on one rank: loss", "gradients")))
     for name in names:
         cells = [name]
         for steps in (ON_ALL_RANKS, ON_ONE_RANK):
@@ -73,77 +72,10 @@ def _print_images(names: Iterable[str], policy: str) -> None:
                     "benchmarks.families.images:measure", 2, timeout=600, name=name, steps=steps, policy=policy
                 )
             except RanksFailed as error:
-                cells += [_reason(str(error)), ""]
+                cells += [what_was_raised(str(error)), ""]
             else:
                 cells += [f"{max(rank[what] for rank in ranks):.0e}" for what in ("loss", "gradient")]
-        print(_line(tuple(cells)), flush=True)
-
-
-def _measure(name: str, backend: str, policy: str) -> dict[str, Any]:
-    result = _run(name, backend=backend, policy=policy)
-    if result.get("error", "").partition(":")[0].endswith(("NoExpertsError", "UntracedReadError")):
-        refused = result["error"]
-        result = _run(name, backend=backend, policy="replicate") | {"refused": refused}
-    if "error" not in result and _is_wrong(result):
-        # Sums that cancel are inexact in float32. What is wrong is so in float64, too.
-        exact = _run(name, backend=backend, policy=policy, dtype="float64")
-        result |= exact if "error" in exact else {"float64_error": exact["gradient_error"]}
-    return result
-
-
-def _run(name: str, **options: Any) -> dict[str, Any]:
-    try:
-        first, *_ = run_ranks("benchmarks.families.case:run", 2, timeout=600, name=name, **options)
-    except RanksFailed as error:
-        return dict(error=_reason(str(error)), details=str(error)[-4000:])
-    result: dict[str, Any] = first
-    return result
-
-
-def _reason(text: str) -> str:
-    """What a rank raised: the last line of the first traceback that starts with the name of an error."""
-    part = text.partition("--- rank 0\n")[2].partition("\n--- ")[0]
-    lines = [line for line in part.splitlines() if line and not line.startswith(" ") and ":" in line]
-    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Failed"))]
-    return (named or lines or text.splitlines())[-1][:300]
-
-
-def _is_wrong(result: dict[str, Any]) -> bool:
-    gradient = result.get("float64_error", result.get("gradient_error"))
-    # Not by a maximum: NaN is smaller than everything.
-    return "error" in result or not (result["loss_error"] <= TOLERANCE and gradient <= TOLERANCE)
-
-
-def _cells(name: str, result: dict[str, Any]) -> tuple[str, ...]:
-    if "error" in result:
-        return (name, "", "", "", "", "", "", "", result["error"])
-    remark = "; ".join(result["reasons"])
-    if "refused" in result:
-        remark = f'refused, trained with `policy="replicate"`: {_short(result["refused"])}'
-    if "float64_error" in result:
-        remark += f"{result['worst']}: {result['float64_error']:.0e} in float64"
-    if result["graphs"] > 1:
-        remark += f"{'; ' if remark else ''}{result['graphs'] - 1} graph breaks or recompiles"
-    return (
-        name,
-        str(result["layers"]),
-        str(result["experts"]),
-        str(result["rewritten"]),
-        f"{result['loss_error']:.0e}",
-        f"{result['gradient_error']:.0e}",
-        str(result["graphs"]),
-        f"{result['seconds']:.0f}",
-        remark,
-    )
-
-
-def _short(error: str) -> str:
-    """Without the name of the error and who says it."""
-    return error.partition(": ")[2].removeprefix("hecate.compile: ").removeprefix("hecate: ").rstrip(".")
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+        print(table_line(tuple(cells)), flush=True)
 
 
 def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
@@ -151,7 +83,7 @@ def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
     refused = [name for name, result in results.items() if "refused" in result]
     exchanging = sum(result["rewritten"] == result["layers"] for result in ran) - len(refused)
     worst = max((result["gradient_error"] for result in ran), default=0.0)
-    failed = [name for name, result in results.items() if _is_wrong(result)]
+    failed = [name for name, result in results.items() if is_wrong(result)]
     text = (
         f"{len(results)} models of transformers {transformers.__version__}: {exchanging} exchange rows in every "
         f"MoE layer, {len(ran) - exchanging - len(refused)} gather experts in some, {len(refused)} are refused "
@@ -164,8 +96,10 @@ def _summary(results: dict[str, dict[str, Any]], missing: list[str]) -> str:
 def _write(results: dict[str, dict[str, Any]], missing: list[str]) -> None:
     before, _, rest = _PAGE.read_text().partition(_START)
     _, _, after = rest.partition(_END)
-    rule = "|" + "---|" * len(_HEAD)
-    table = "\n".join([_line(_HEAD), rule, *(_line(_cells(name, result)) for name, result in results.items())])
+    rule = "|" + "---|" * len(HEAD)
+    table = "\n".join(
+        [table_line(HEAD), rule, *(table_line(cells_of(name, result)) for name, result in results.items())]
+    )
     _PAGE.write_text(f"{before}{_START}{_summary(results, missing)}\n\n{table}\n{_END}{after}")
 
 

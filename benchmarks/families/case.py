@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import time
@@ -13,23 +14,35 @@ import torch.distributed as dist
 from torch import nn
 
 import hecate
-from benchmarks.families.models import batch, build
 
 _STEPS = 2
 # A gradient that is zero but for rounding has no relative error; neither has one far below all others.
 _SMALLEST = 1e-4
 
 
-def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: str = "float32") -> dict[str, Any]:
+def run(
+    name: str,
+    backend: str = "aot_eager",
+    policy: str = "hecate",
+    dtype: str | None = None,
+    models: str = "benchmarks.families.models",
+    evaluates: bool = False,
+) -> dict[str, Any]:
     """What was found and rewritten, the worst error of the loss and of any gradient, graphs, seconds.
+
+    ``models`` is a module with functions ``build`` and ``batch``. If it ``evaluates``, there is the worst error of a
+    logit in evaluation, too. All of a model is cast to ``dtype``, if there is one.
 
     The reference computes every rank's batch in one process and averages, as DistributedDataParallel does: a
     load-balancing loss of the global batch would be another function. Errors are relative, of a gradient to its
     largest element.
     """
     warnings.simplefilter("ignore")
+    module = importlib.import_module(models)
+    build, batch = module.build, module.batch
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    reference = build(name).to(getattr(torch, dtype))
+    made = [build(name) for _ in range(2)]
+    reference, model = made if dtype is None else (model.to(getattr(torch, dtype)) for model in made)
     for part in reference.modules() if dtype == "float64" else ():
         if hasattr(part, "set_experts_implementation"):
             # The only one of transformers' that knows float64.
@@ -37,7 +50,7 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
     expected = [
         _mean([_step(reference, batch(name, step * world + rank)) for rank in range(world)]) for step in range(_STEPS)
     ]
-    model = hecate.compile(build(name).to(getattr(torch, dtype)), hecate.Config(backend=backend, policy=policy))
+    hecate.compile(model, hecate.Config(backend=backend, policy=policy))
     loss_error, gradient_error, worst, seconds = 0.0, 0.0, "", 0.0
     for step, (loss, gradients) in enumerate(expected):
         start = time.perf_counter()
@@ -54,6 +67,13 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
                 gradient_error, worst = error, key
     explanation = hecate.explain(model)
     gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
+    for one in explanation.in_python:
+        gathered |= dict.fromkeys(one.experts, f"runs as Python: {one.reason.splitlines()[0]}")
+    logits_error = 0.0
+    if evaluates:
+        given = batch(name, rank)
+        ours, theirs = (_logits(m.eval(), given) for m in (model, reference))
+        logits_error = _or_infinite(float((ours - theirs).abs().max() / theirs.abs().max()))
     exchanged = len(hecate.stats(model).layers)
     return dict(
         layers=exchanged + len(gathered),
@@ -65,6 +85,7 @@ def run(name: str, backend: str = "aot_eager", policy: str = "hecate", dtype: st
         loss_error=loss_error,
         gradient_error=gradient_error,
         worst=worst,
+        logits_error=logits_error,
         graphs=len(explanation.graphs),
         seconds=seconds,
     )
@@ -77,6 +98,8 @@ def _or_infinite(error: float) -> float:
 
 def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a step, and every gradient, whole, by the names of the state dict; weights stay as they were."""
+    # A router may draw noise.
+    torch.manual_seed(0)
     loss = model(**given)["loss"]
     loss.backward()
     buffers = {name for name, _ in model.named_buffers()}
@@ -90,6 +113,13 @@ def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, tor
         for parameter, value in kept:
             parameter.copy_(value)
     return float(loss.detach()), gradients
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(0)
+    logits: torch.Tensor = model(**given)["logits"]
+    return logits
 
 
 def _mean(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> tuple[float, dict[str, torch.Tensor]]:

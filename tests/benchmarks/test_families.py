@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.families import __main__ as command
+from benchmarks.families import lines
 from benchmarks.families.models import not_covered
 from benchmarks.families.table import FAMILIES
 from tests.support.extent import ALL, OLD_TRANSFORMERS
@@ -56,7 +57,7 @@ def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
         refused = options["policy"] != "replicate" and name == "dbrx"
         return {"error": "NoExpertsError: none"} if refused else cases[name]
 
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(lines, "_run", run)
     monkeypatch.setattr(command, "not_covered", list)
     with pytest.raises(SystemExit, match="1"):
         command.main()
