@@ -146,6 +146,17 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
     return lines
 
 
+def check_no_max_norm(model: nn.Module, world: World) -> None:
+    """Raise ValueError for an embedding that changes the lines that it reads: ranks read other ones."""
+    for name, module in model.named_modules():
+        if world.size > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"hecate.compile: {name} has max_norm={module.max_norm}, with which each rank would change the lines "
+                "of its own tokens, so that ranks drift apart. Set it to None, and bound the lines between steps, alike "
+                "on all ranks (torch.renorm(weight, 2, 0, max_norm)), or normalize what the embedding returns."
+            )
+
+
 def warn_float16(model: nn.Module, world: World) -> None:
     if any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
         warn_together(

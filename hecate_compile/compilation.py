@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.checks import (
     check_attention,
+    check_no_max_norm,
     check_no_optimizer,
     check_one_piece,
     check_usable,
@@ -189,6 +190,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         ranks.everyone,
     )
     check_carried(model, experts, dense=shard_dense)
+    check_no_max_norm(model, ranks.everyone)
     warn_float16(model, ranks.everyone)
     # Loops over experts are changed to take every turn, or refused.
     loops = ChangedLoops()

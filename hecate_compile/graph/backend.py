@@ -169,8 +169,9 @@ class Backend:
         context = self._context()
         bodies = [body.graph for body in bodies_of(gm)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
+        precision = self.config.mixed_precision
         for body in bodies:
-            refuse_lost_changes(body)
+            refuse_lost_changes(body, precision.param_dtype if precision is not None else None)
             if self.world.size > 1 or (mode is not None and mode.first):
                 refuse_chosen_experts(body, sys._getframe())
         records = run_passes(

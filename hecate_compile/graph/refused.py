@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import FrameType
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from hecate.passes.analysis.expert_loops import is_one_expert
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of
 from hecate.passes.fx import arg, calls, describe
+from hecate.passes.match import named
+from hecate.runtime.ops.gradients import replicate
 from hecate.runtime.state.layer import get_layer
-from hecate.wrap.first_forward import LOST_CHANGES
 from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError, untraced_read
+from hecate.wrap.shard import LOST_CHANGE
 from hecate.wrap.untraced_loops import chosen_by_data
 
 
@@ -36,17 +38,23 @@ def refuse_chosen_experts(graph: Graph, frame: FrameType) -> None:
             )
 
 
-def refuse_lost_changes(graph: Graph) -> None:
-    """Raise if a graph changes a parameter in place of which a rank has a part: it would change what was gathered."""
-    gathered: set[int | None] = set()
+def refuse_lost_changes(graph: Graph, param_dtype: torch.dtype | None) -> None:
+    """Raise if a graph changes a parameter in place of which it reads a copy, gathered or in ``param_dtype``."""
+    copies: set[int | None] = set()
     for node in graph.nodes:
-        if calls(node, torch.ops.hecate.gather_experts):
-            gathered.add(storage_of(node))
+        if calls(node, torch.ops.hecate.gather_experts) or (param_dtype and _is_cast(node, param_dtype)):
+            copies.add(storage_of(node))
         elif calls(node, torch.ops.hecate.gather_dense):
-            gathered |= {storage_of(user) for user in node.users}
+            copies |= {storage_of(user) for user in node.users}
     for node, storage in GraphFacts(graph).changes:
-        if storage is not None and storage in gathered:
+        if storage is not None and storage in copies:
             raise UntracedReadError(
-                f"hecate: the forward changes a parameter in place, of which each rank has a part: {describe(node)}. "
-                f"{LOST_CHANGES}"
+                f"hecate: the forward changes a parameter in place: {describe(node)}. {LOST_CHANGE}"
             )
+
+
+def _is_cast(node: Node, dtype: torch.dtype) -> bool:
+    """Return whether a node is what mixed precision reads of a parameter of another dtype."""
+    source = node.args[0] if named(node, "to") and node.args[1:] == (dtype,) else None
+    read = isinstance(source, Node) and (calls(source, replicate) or source.op == "placeholder")
+    return read and storage_of(source) != storage_of(node)

@@ -42,15 +42,16 @@ def remember(model: nn.Module, given: Any) -> Callable[[], None]:
     _remember(given, objects, seen)
     for name, parameter in model.named_parameters():
         objects.append(partial(_check_parameter, name, parameter, _version(parameter)))
-    for module in model.modules():
-        own = {key: value for key, value in vars(module).items() if _is_own(key)}
-        objects.append(partial(_give_attributes, module, own))
+    attributes = [(m, {key: value for key, value in vars(m).items() if _is_own(key)}) for m in model.modules()]
+    for _, own in attributes:
         for value in own.values():
             if isinstance(value, (list, dict, set, deque)):
                 _remember(value, objects, seen)
 
     @torch.no_grad()
     def give_back() -> None:
+        for module, own in attributes:
+            _give_attributes(module, own)
         for holder, key, tensor, version, value in tensors:
             # One that nobody has changed may be wanted by a backward, or share its memory with itself.
             if _version(tensor) != version:
@@ -131,7 +132,7 @@ def _check_parameter(name: str, parameter: torch.Tensor, version: int) -> None:
 def _check(tensor: torch.Tensor, version: int) -> None:
     if _version(tensor) != version:
         raise RuntimeError(
-            "hecate: the first forward has changed a tensor in place that it was given, and must be tried again, "
-            "because code in it cannot be traced. Call the model once more, with new inputs: it runs that code as "
-            "Python now."
+            "hecate: the first forward has changed a tensor in place that it was given, or that an object of the "
+            "model's has, and must be tried again, because code in it cannot be traced. Call the model once more, "
+            "with new inputs: it runs that code as Python now."
         )

@@ -13,13 +13,6 @@ _ADVICE = (
     'Config(policy="replicate") trains any model: every rank keeps all experts, and nothing has to be traced.'
 )
 
-# Advice where a parameter is changed in place of which ranks have parts.
-LOST_CHANGES = (
-    "What it would change is a copy, which was gathered from all ranks. Change this rank's part of it between "
-    "forwards, by dict(model.named_parameters()), or keep it whole on every rank, with "
-    'Config(dense="replicate") for a dense one and Config(policy="replicate") for experts.'
-)
-
 
 def agree_on_next(what: str, world: World) -> None:
     """Compare what ranks do next; another one may be about to compare a graph. A collective.

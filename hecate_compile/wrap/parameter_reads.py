@@ -251,7 +251,8 @@ def _read_dense(
         traced = torch.compiler.is_compiling()
         # In a layer that runs as Python data may decide whether this is read.
         averages = averages_in_python and step.running and not any_entered()
-        if parameter.requires_grad and id is not None and (traced or averages):
+        # Where no gradient is recorded code may change the parameter, but autograd no custom function's view of it.
+        if parameter.requires_grad and id is not None and (traced or averages) and torch.is_grad_enabled():
             parameter = replicate(parameter, id)
         # A layer in Python that is computed again in the backward must read what it has read in the forward.
         if dtype is not None and parameter.is_floating_point() and (traced or step.running or in_backward()):

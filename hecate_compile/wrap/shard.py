@@ -14,6 +14,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hecate.private import accumulation_hooks, gradient_hooks, mark_unbacked, set_hooks_of_tensor, swap_tensors
 from hecate.runtime.comm.world import World
 
+# Advice where code changes what was gathered of a parameter in place, or a cast copy of it.
+LOST_CHANGE = (
+    "It changes a copy, which was gathered from all ranks or cast, so the change is lost. Change this rank's part of "
+    "the parameter between forwards, by dict(model.named_parameters()), or keep it whole on every rank and in its "
+    'dtype: Config(dense="replicate") for a dense one, Config(policy="replicate") for experts, no param_dtype.'
+)
 _SHARD = "_hecate_shard"
 # Every shard parameter of this process, by identity: tensors compare element by element.
 _alive: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -38,8 +38,8 @@ from hecate.runtime.ops.dense import DenseShard
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.first_forward import LOST_CHANGES, agree_on_next
-from hecate.wrap.shard import shard_of
+from hecate.wrap.first_forward import agree_on_next
+from hecate.wrap.shard import LOST_CHANGE, shard_of
 from hecate.wrap.stack_experts import ExpertStack, stack_of
 
 
@@ -231,8 +231,7 @@ class WholeRun:
             whole = self._wholes[place]
             if tensor is not whole.shard and not tensor.is_inference() and version_of(tensor) != whole.version:
                 raise RuntimeError(
-                    f"hecate: a {self._name} that runs as Python has changed {whole.key} in place, of "
-                    f"which each rank has a part. {LOST_CHANGES}"
+                    f"hecate: a {self._name} that runs as Python has changed {whole.key} in place. {LOST_CHANGE}"
                 )
 
     def _tell(self, trained: Sequence[bool], kind: str) -> list[bool]:
@@ -318,8 +317,6 @@ class WholeRun:
             gradient, leaf.grad = gradient + leaf.grad, None
         self._left -= 1
         if self._left == 0:
-            for hook in self._hooks:
-                hook.remove()
             self.leave()
         return gradient
 
@@ -345,6 +342,8 @@ class WholeRun:
 
     def leave(self) -> None:
         """Let go of what was gathered for a backward."""
+        for hook in self._hooks:
+            hook.remove()
         self.tensors, self._experts = {}, {}
         _in_backward[:] = [run for run in _in_backward if run is not self]
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from hecate.passes.base import Refused
@@ -52,15 +53,15 @@ def mutates(node: Node) -> Node | None:
         changes = name_of(node) in _INPLACE
     else:
         changes = name_of(node).endswith("_") and not name_of(node).endswith("__")
-    if name_of(node) in ("embedding", "embedding_bag"):
-        # They scale the lines that they read down to a norm.
-        weight, norm = (node.kwargs.get(key, (*node.args, *[None] * 4)[at]) for key, at in _MAX_NORM)
-        return weight if norm is not None and isinstance(weight, Node) else None
+    if calls(node, F.embedding, F.embedding_bag):
+        # With a max_norm they scale the lines down that they read.
+        given = dict(zip(("input", "weight", "", "max_norm"), node.args, strict=False)) | node.kwargs
+        weight = given.get("weight")
+        return weight if isinstance(weight, Node) and given.get("max_norm") is not None else None
     first = node.args[0] if node.args else None
     return first if isinstance(first, Node) and (changes or node.kwargs.get("inplace") is True) else None
 
 
-_MAX_NORM = ("weight", 1), ("max_norm", 3)
 _INPLACE = [
     "setitem",
     "iadd",

@@ -4,7 +4,8 @@ Needs    replicate(parameter, id) nodes, one or more per parameter read.
 Changes  a = replicate(p, 0); b = replicate(q, 1)
          becomes   bucket = replicate_bucket([p, q], [0, 1]); a = bucket[0]; b = bucket[1]
          A parameter that is read twice (tied weights) is averaged once.
-Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode.
+Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode. A parameter that the graph
+         changes in place stays as it is: autograd takes no view of a custom function from before the change.
 
 Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
 its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
@@ -17,7 +18,7 @@ from itertools import groupby
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.torch_values import GraphFacts, value_of
+from hecate.passes.analysis.torch_values import GraphFacts, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, arg, calls
 from hecate.runtime.ops.gradients import replicate, replicate_bucket
@@ -40,10 +41,12 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
 
 def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
     """Return the replicate nodes of each placeholder through which gradients flow, in order of first use."""
-    modes = GraphFacts(gm.graph).grad_modes
+    facts = GraphFacts(gm.graph)
+    changed = {storage for _, storage in facts.changes}
     reads: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
-        if calls(node, replicate) and modes[node] and node.users and arg(node, 0).op == "placeholder":
+        read = calls(node, replicate) and facts.grad_modes[node] and node.users and arg(node, 0).op == "placeholder"
+        if read and storage_of(node) not in changed:
             reads.setdefault(arg(node, 0), []).append(node)
     return reads
 

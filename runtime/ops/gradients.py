@@ -183,8 +183,8 @@ class _Replicate(torch.autograd.Function):
         ctx.ids = ids
         # A parameter that gets no gradient has None in one process too, and no optimizer touches it.
         ctx.set_materialize_grads(False)
-        # Not views that autograd knows: code may change a parameter in place in between, as nn.Embedding's max_norm.
-        return tuple(parameter.detach() for parameter in parameters)
+        # Views: AOTAutograd makes what a graph returns of them anew from the parameter, with its gradient.
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -198,7 +198,7 @@ class _Replicate(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def replicate(parameter: Tensor, id: int) -> Tensor:
-    """Return the memory of the parameter as a tensor whose gradient is averaged over ranks."""
+    """Return the parameter as a view whose gradient is averaged over ranks."""
     return _Replicate.apply((id,), parameter)[0]
 
 

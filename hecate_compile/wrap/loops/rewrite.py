@@ -130,7 +130,7 @@ def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
     ast.increment_lineno(tree, start - 1)
     before = ast.unparse(definition).splitlines()
     loops = Loops(definition, listed)
-    lists = RowLists(definition, [])
+    lists = RowLists(definition)
     definition = loops.visit(lists.visit(definition))
     loop = min(loops.lines, default=None)
     loops.lines += lists.lines

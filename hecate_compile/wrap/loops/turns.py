@@ -1,6 +1,6 @@
 """Turn loops that leave out experts without tokens into loops over all experts, and give counts a known length.
 
-Lists of row numbers, which have none, are left out.
+Rows are picked by tensors of numbers, not by lists of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hecate.wrap.loops.empty_turns import Effects, Rows
 from hecate.wrap.loops.spellings import (
@@ -197,15 +197,24 @@ class ExpertNumber(ast.NodeTransformer):
 class RowLists(ast.NodeTransformer):
     """Picks rows by their numbers where a function makes lists of these: ``x[rows.tolist()]`` is ``x[rows]``."""
 
-    def __init__(self, definition: ast.FunctionDef, lines: list[int]) -> None:
-        self.lines, self._nodes = lines, list(ast.walk(definition))
-        made = (node for node in self._nodes if isinstance(node, ast.Assign) and _is_list_of_name(node.value))
+    def __init__(self, definition: ast.FunctionDef) -> None:
+        self.lines: list[int] = []
+        self._nodes = list(ast.walk(definition))
+        blocks = [block for node in self._nodes for block in _blocks_of(node)]
         # By name of a list: that of its numbers.
-        self._numbers = {one: rows for node in made for one, rows in self._list(node)}
+        self._numbers = {
+            one: rows
+            for block in blocks
+            for number, node in enumerate(block)
+            if isinstance(node, ast.Assign) and _is_list_of_name(node.value)
+            for one, rows in self._list(node, block[number + 1 :])
+        }
 
-    def _list(self, node: ast.Assign) -> Iterator[tuple[str, str]]:
+    def _list(self, node: ast.Assign, behind: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+        """Yield the names of a list and its numbers, if the statements behind it in its block pick by it alone."""
         (name, *more), rows = [*names_assigned(node), ""], text_of(node.value).removesuffix(".tolist()")
         found = [n for n in self._nodes if isinstance(n, ast.Assign) and rows in names_assigned(n)]
+        reached = {id(n) for statement in behind for n in ast.walk(statement)}
         picks = {
             id(index)
             for n in self._nodes
@@ -216,9 +225,9 @@ class RowLists(ast.NodeTransformer):
         if (
             more == [""]
             and len(found) == 1
-            and searched_by(found[0].value) is not None
+            and _is_of_rows(found[0].value)
             and sum(_changes(n, name) for n in self._nodes) == sum(_changes(n, rows) for n in self._nodes) == 1
-            and all(id(n) in picks and n.lineno >= node.lineno for n in loads)
+            and all(id(n) in picks and id(n) in reached for n in loads)
         ):
             yield name, rows
 
@@ -232,6 +241,19 @@ class RowLists(ast.NodeTransformer):
         if is_load(node) and node.id in self._numbers:
             return ast.copy_location(ast.Name(self._numbers[node.id], ast.Load()), node)
         return node
+
+
+def _blocks_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the lists of statements that a statement has."""
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield value
+
+
+def _is_of_rows(value: ast.expr) -> bool:
+    """Return whether a value is numbers from a search, one tensor for each dimension."""
+    search = value.value if isinstance(value, ast.Subscript) else value
+    return searched_by(value) is not None and is_method(search) and search.func.attr in ("where", "nonzero")
 
 
 def _is_list_of_name(node: ast.expr) -> bool:

@@ -318,6 +318,12 @@ LEFT_ALONE = {
     "a list of rows that is counted": (LISTS, "self.w[expert]", "self.w[expert] / len(rows)"),
     "a list of rows that were others": (LISTS, "out.", "token = token.flip(0)\n        out."),
     "a list of rows that changes": (LISTS, "out.", "rows.reverse()\n        out."),
+    "a list of rows that outlives its turn": (LISTS, "    return out", "    return out + self.tokens[rows].sum()"),
+    "a list of a turn with rows": (
+        GUARDED,
+        "out.",
+        "if expert < 2:\n            rows = token.tolist()\n        out = out + self.tokens[rows]\n        out.",
+    ),
     "a list of numbers that nothing found": (LISTS, "token.tolist()", "self.chosen.tolist()"),
     "the loop's variable has another use": (HITS, "return out", "return out + expert"),
     "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),
