@@ -152,8 +152,8 @@ def check_no_max_norm(model: nn.Module, world: World) -> None:
         if world.size > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"hecate.compile: {name} has max_norm={module.max_norm}, with which each rank would change the lines "
-                "of its own tokens, so that ranks drift apart. Set it to None, and bound the lines between steps, alike "
-                "on all ranks (torch.renorm(weight, 2, 0, max_norm)), or normalize what the embedding returns."
+                "of its own tokens, so that ranks drift apart. Set it to None, and bound the lines between steps, "
+                "alike on all ranks (torch.renorm(weight, 2, 0, max_norm)), or normalize what the embedding returns."
             )
 
 

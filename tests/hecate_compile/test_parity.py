@@ -112,7 +112,7 @@ def measure(
     for each in (reference, model) if one_hot else ():
         with torch.no_grad():
             for name, parameter in each.named_parameters():
-                if name.endswith("gate.weight"):
+                if name.endswith(("gate.weight", "router.weight")):
                     parameter.zero_()
     hecate.compile(model, hecate.Config(**({"backend": "aot_eager"} | options)))
     with warnings.catch_warnings(record=True) as caught:
