@@ -265,7 +265,7 @@ class WholeRun:
                 f"of floating point on this rank, and from {-fewest} to {most} on all: its results must have one "
                 "structure everywhere, as every rank's backward must come to those of all."
             )
-        parts = torch.tensor(read).split([1 + whole.num_experts for whole in wholes])
+        parts = torch.tensor(read, device="cpu").split([1 + whole.num_experts for whole in wholes])
         for whole, part in zip(wholes, parts, strict=True):
             whole.read.update((part.nonzero().flatten() - 1).tolist())
         return [bool(flag) for flag in self._maxima(trained)]
