@@ -1,6 +1,6 @@
 """MoE layers of packages on PyPI, unmodified, on ranks: found, rewritten, right?
 
-    python -m benchmarks.packages                      all of them, about 10 minutes on two cores
+    python -m benchmarks.packages                      all of them, about 20 minutes on two cores
     python -m benchmarks.packages litgpt mh-moe        some
     python -m benchmarks.packages --ranks 3            on three ranks, which own other numbers of experts
     python -m benchmarks.packages --write              also writes the table into docs/models.md

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from hecate.passes.analysis.expert_loops import is_one_expert
-from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, storage_of
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_parameter, storage_of
 from hecate.passes.fx import arg, calls, describe
 from hecate.passes.match import named
 from hecate.runtime.ops.gradients import replicate
@@ -56,5 +56,5 @@ def refuse_lost_changes(graph: Graph, param_dtype: torch.dtype | None) -> None:
 def _is_cast(node: Node, dtype: torch.dtype) -> bool:
     """Return whether a node is what mixed precision reads of a parameter of another dtype."""
     source = node.args[0] if named(node, "to") and node.args[1:] == (dtype,) else None
-    read = isinstance(source, Node) and (calls(source, replicate) or source.op == "placeholder")
+    read = isinstance(source, Node) and (calls(source, replicate) or is_parameter(source))
     return read and storage_of(source) != storage_of(node)

@@ -105,10 +105,16 @@ def under_autocast(graph: Graph) -> bool:
     return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def _is_state(placeholder: Node) -> bool:
+def is_parameter(node: Node) -> bool:
+    """Tell whether a node is a parameter of the model, as the graph is given it."""
+    return node.op == "placeholder" and (
+        _comes_from(node, "_parameters[") or isinstance(value_of(node), torch.nn.Parameter)
+    )
+
+
+def _comes_from(placeholder: Node, kind: str) -> bool:
     source = getattr(placeholder, "_dynamo_source", None)
-    named = source is not None and ("_parameters[" in source.name or "_buffers[" in source.name)
-    return named or isinstance(value_of(placeholder), torch.nn.Parameter)
+    return source is not None and kind in source.name
 
 
 class GraphFacts:
@@ -158,7 +164,10 @@ class GraphFacts:
         """Nodes that are computed from the model's own state alone."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            own = _is_state(node) if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
+            if node.op == "placeholder":
+                own = is_parameter(node) or _comes_from(node, "_buffers[")
+            else:
+                own = all(n in found for n in node.all_input_nodes)
             if own:
                 found.add(node)
         return found

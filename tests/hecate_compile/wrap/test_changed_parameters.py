@@ -48,12 +48,27 @@ class BoundedMoE(PlainMoE):
 
 
 class SeenAgainMoE(PlainMoE):
-    """Has a view of its router's weight behind a graph break, and returns one, too."""
+    """Has a view of its router's weight behind a graph break."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         lines = self.router.weight.t()
         torch._dynamo.graph_break()
         return super().forward(hidden) + (hidden @ lines).sum(-1, keepdim=True)
+
+
+class CastMoE(PlainMoE):
+    """Changes copies of its own making, of a buffer and of what a graph is given behind a break."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("offset", torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wanted, hidden, offset = hidden.dtype, hidden.float(), self.offset.to(torch.bfloat16)
+        torch._dynamo.graph_break()
+        hidden = hidden.to(torch.bfloat16)
+        hidden += offset.add_(1)
+        return super().forward(hidden.to(wanted))
 
 
 def _models(moe: Any, **options: Any) -> list[PlainLanguageModel]:
@@ -90,6 +105,7 @@ def everything() -> dict[str, Any]:
             name: [off, *(max(step.loss, step.gradient) for step in steps)] for name, (steps, off) in trained.items()
         },
         "refused": {name: message_of(lambda models=models: _train(models)) for name, models in refused.items()},
+        "own copies": message_of(lambda: _train(_models(CastMoE, mixed_precision=half))),
         "bounded": message_of(lambda: hecate.compile(bounded)),
     }
 
@@ -102,4 +118,5 @@ def test_they_change_on_all_ranks_or_not_at_all() -> None:
         for name, text in told.items():
             assert " in place" in text and "It changes a copy" in text and 'Config(dense="replicate")' in text, name
         assert "self.router.weight.mul_(" in told["dense"] and "self.w_in.div_(self.w_in.norm())" in told["experts"]
+        assert found["own copies"] == "no error", found
         assert "embedding has max_norm=0.5" in found["bounded"], found

@@ -71,9 +71,11 @@ class ChosenMoE(nn.Module):
         out = torch.zeros_like(tokens)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, choice = torch.where(chosen == expert)
-            done = silu(tokens[rows] @ self.up[expert]) @ self.down[expert]
-            out = out.index_add(0, rows, done * weights[rows, choice, None])
+            out = out.index_add(0, rows, self.one(tokens[rows], expert) * weights[rows, choice, None])
         return out.view_as(hidden)
+
+    def one(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return silu(rows @ self.up[expert]) @ self.down[expert]
 
 
 class FusedMoE(ChosenMoE):
@@ -152,18 +154,9 @@ class RecomputedByExpertMoE(FusedMoE):
         super().__init__(*sizes)
         self.shared = nn.Linear(sizes[0], sizes[0])
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.choices, dim=-1)
-        out = torch.zeros_like(tokens)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            rows, choice = torch.where(chosen == expert)
-            done = checkpoint(self.one, tokens[rows], expert, use_reentrant=True)
-            out = out.index_add(0, rows, done * weights[rows, choice, None])
-        return out.view_as(hidden)
-
     def one(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
-        return silu(self.shared(rows) @ self.up[expert]) @ self.down[expert]
+        inner = super().one
+        return checkpoint(lambda rows: inner(self.shared(rows), expert), rows, use_reentrant=True)  # type: ignore[no-any-return]
 
 
 class EndingModel(PlainLanguageModel):

@@ -50,3 +50,14 @@ def test_unused_and_no_grad_reads_are_left_alone(g: GraphUnderTest) -> None:
     quiet = read(g, b)
     g.call(torch._C._set_grad_enabled, True)
     leaves_alone(bucket_gradients, g, g.finish(g.method("clone", quiet)))
+
+
+def test_what_the_graph_changes_in_place_stays_as_it_is(g: GraphUnderTest) -> None:
+    a, b, c = (g.input(torch.randn(3)) for _ in range(3))
+    before = read(g, c)
+    g.call(torch._C._set_grad_enabled, False)
+    g.method("mul_", b, 1)
+    g.call(torch._C._set_grad_enabled, True)
+    gm = g.finish(g.call(operator.add, g.call(operator.add, read(g, a), read(g, b)), before))
+    assert apply(bucket_gradients, g, gm).rewritten == 1
+    assert targets(gm).count("replicate") == 1 and targets(gm).count("replicate_bucket") == 1
