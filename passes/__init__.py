@@ -26,6 +26,7 @@ from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.keep_plans import keep_plans
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
 from hecate.passes.captured.share_gathers import share_gathers
+from hecate.passes.captured.unfold_experts import unfold_experts
 from hecate.passes.eager.note_row_reads import note_row_reads
 from hecate.passes.eager.select_rows import select_rows
 from hecate.passes.eager.simplify_views import simplify_views
@@ -59,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     shard_context,        # Config(attention=...): causal attention -> its pattern as a mask
     skip_blocks,          # attention with such a mask -> the blocks that are seen
     share_gathers,        # read every expert parameter once
+    unfold_experts,       # matrices with all experts one under the other -> expert by expert
     bucket_gathers,       # one all-gather per sharded dense parameter -> one per block
     drop_sentinels,       # masks of expert numbers that there are not -> nothing
     accumulate_rows,      # out[mask] += y -> out.index_put_(mask, y)

@@ -119,7 +119,8 @@ class Site:
         if is_member_shard(shard):
             pieces = [Piece(0, 0, len(value))]
         elif is_expert_shard(shard):
-            pieces = [Piece(expert * lines, row * lines, lines) for row, expert in enumerate(shard.experts)]
+            many = shard.lines * lines
+            pieces = [Piece(expert * many, row * many, many) for row, expert in enumerate(shard.experts)]
         else:
             assert isinstance(shard, DenseShard)
             rank = shard.world.rank

@@ -25,6 +25,7 @@ from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.optimizer_state import state_that_cannot_move
+from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import refill, shard_of, worlds_of_gradients
 from hecate.wrap.stack_experts import stack_of
@@ -167,9 +168,11 @@ class OwnerMover:
                     gradient = stack.gradient(key) if any(given) else None
                     if any(given) and gradient is None:
                         gradient = torch.zeros_like(parameter, requires_grad=False)
+                shard = shard_of(parameter)
+                assert is_expert_shard(shard)
                 if gradient is not None:
-                    gradient = collectives.move_shards(gradient, layer.owners, owners, layer.world)
-                values = collectives.move_shards(parameter.detach(), layer.owners, owners, layer.world)
+                    gradient = shard.moved(gradient, layer.owners, owners)
+                values = shard.moved(parameter.detach(), layer.owners, owners)
                 if stack is None:
                     refill(parameter, values, gradient)
                 else:

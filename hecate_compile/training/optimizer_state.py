@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
@@ -310,10 +309,10 @@ def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old
                 "owners of the experts, and cannot follow them: it has no line for each expert"
             )
         if isinstance(value, torch.Tensor) and not is_for_all(key, value):
-            lines = _by_expert(key, value, parameter, old.counts[layer.world.rank])
-            assert lines is not None
-            moved = collectives.move_shards(lines, old, layer.owners, layer.world)
-            state[key] = moved if lines is value else moved.flatten()
+            rows = _by_row(key, value, parameter, old.counts[layer.world.rank] * shard.lines)
+            assert rows is not None
+            moved = shard.moved(rows, old, layer.owners)
+            state[key] = moved if rows is value else moved.flatten()
 
 
 def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
@@ -335,12 +334,12 @@ def _can_move(
         # What belongs to one expert can be of any shape.
         if is_member_shard(shard):
             return type(value) is torch.Tensor
-        mine = owners.counts[shard.world.rank]
-        return is_for_all(key, value) or _by_expert(key, value, parameter, mine) is not None
+        mine = owners.counts[shard.world.rank] * shard.lines
+        return is_for_all(key, value) or _by_row(key, value, parameter, mine) is not None
     return value is None or isinstance(value, (int, float, str))
 
 
-def _by_expert(key: str, value: torch.Tensor, parameter: nn.Parameter, experts: int) -> torch.Tensor | None:
-    if value.ndim == parameter.ndim and len(value) == experts:
+def _by_row(key: str, value: torch.Tensor, parameter: nn.Parameter, rows: int) -> torch.Tensor | None:
+    if value.ndim == parameter.ndim and len(value) == rows:
         return value
-    return by_row(key, value, (experts, *parameter.shape[1:]))
+    return by_row(key, value, (rows, *parameter.shape[1:]))

@@ -38,7 +38,9 @@ class _OfLayer:
 
 @dataclass(frozen=True)
 class ExpertShard(_OfLayer):
-    """The experts that this rank owns, of one parameter ``[E, ...]``: a row for each."""
+    """The experts that this rank owns, of one parameter ``[E, ...]``: a row for each, or ``lines`` rows."""
+
+    lines: int = 1
 
     @property
     def experts(self) -> list[int]:
@@ -46,10 +48,22 @@ class ExpertShard(_OfLayer):
         return self.layer.owners.owned_by(self.world.rank)
 
     def slice(self, full: torch.Tensor) -> torch.Tensor:
-        return collectives.slices_of(full, self.experts)
+        return self.as_written(collectives.slices_of(self.by_expert(full), self.experts))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        return collectives.gather_shards(local, self.layer.owners, self.world)
+        return self.as_written(collectives.gather_shards(self.by_expert(local), self.layer.owners, self.world))
+
+    def moved(self, local: torch.Tensor, old: Owners, new: Owners) -> torch.Tensor:
+        """Return what this rank has under ``new`` owners of what all ranks have under ``old`` ones. A collective."""
+        return self.as_written(collectives.move_shards(self.by_expert(local), old, new, self.world))
+
+    def by_expert(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a part of the parameter, or the whole, with a row for each expert: a view ``[n, ...]``."""
+        return tensor.view(-1, self.lines, *tensor.shape[1:]) if self.lines > 1 else tensor
+
+    def as_written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what has a row for each expert as the model has it: a view."""
+        return tensor.flatten(0, 1) if self.lines > 1 else tensor
 
 
 @dataclass(frozen=True)
@@ -107,17 +121,18 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
     assert full is not None
     if shard_of(full) is not None:
         return
-    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape)
+    lines = len(full) // experts.num_experts
+    shard = ExpertShard(f"{experts.name}.{key}".lstrip("."), layer, full.shape, lines=lines)
     with torch.no_grad():
         if full.is_meta:
-            shape = (len(shard.experts), *full.shape[1:])
+            shape = (len(shard.experts) * lines, *full.shape[1:])
             local = torch.empty(shape, dtype=full.dtype, device=layer.world.device)
         else:
             # A move of owners makes contiguous shards, and other strides would be another graph.
             local = shard.slice(full.detach()).contiguous()
         if layer.world.group is not None:
-            whole = full.detach() if layer.world.rank == 0 else None
-            collectives.scatter_shards(whole, local, layer.owners, layer.world)
+            whole = shard.by_expert(full.detach()) if layer.world.rank == 0 else None
+            collectives.scatter_shards(whole, shard.by_expert(local), layer.owners, layer.world)
     sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 
@@ -126,7 +141,8 @@ def size_up(
 ) -> None:
     """Tell each layer an expert's bytes and FLOPs per row; rematerialized replicas are gathered once more."""
     for experts, layer in zip(found, layers, strict=True):
-        shapes = [p.shape[1:] for p in map(parameters_of(experts.store).get, experts.parameters) if p is not None]
+        wholes = [parameters_of(experts.store)[key] for key in experts.parameters]
+        shapes = [shard.by_expert(p).shape[1:] for p in wholes if is_expert_shard(shard := shard_of(p))]
         layer.dtype = dtype or next(iter(experts.store.parameters(recurse=False))).dtype
         layer.placer.sizes = LayerSizes(
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),

@@ -1,8 +1,8 @@
 """Find the modules that hold expert parameters, without hints from the user.
 
-An experts module holds a floating-point parameter ``[E, a, b]``, one matrix per expert, or is a list of modules with
-the same parameters; since others look alike, a sign that says "experts" is asked for, too. A wrong guess costs speed,
-never correctness: what is found is read through a gather unless a pass recognizes its use.
+An experts module holds a floating-point parameter ``[E, a, b]``, one matrix per expert, or several ``[E * a, b]``, or
+is a list of modules with the same parameters; since others look alike, a sign that says "experts" is asked for, too.
+A wrong guess costs speed, never correctness: what is found is read through a gather unless a pass knows its use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from hecate.wrap.attention_config import config_value
 
 # The attribute of a list of experts that has what graphs read for them (``stack_experts``).
 STACK = "_hecate_stack"
-_COUNT_ATTRIBUTES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+_COUNT_ATTRIBUTES = (
+    "num_experts",
+    "n_experts",
+    "moe_num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_routed_experts",
+)
 _NAME = re.compile(r"expert|moe(?![a-z])|mixture", re.IGNORECASE)
 _ROUTER = re.compile(r"router|(?<![a-z])gate(?!_)|wg$")
 
@@ -43,9 +50,10 @@ class ExpertsModule:
 
     name: str  # qualified name in the model, "" for the model itself
     module: nn.Module
-    parameters: tuple[str, ...]  # its own, with the expert dimension first
+    parameters: tuple[str, ...]  # its own, with the expert dimension first, or rows expert by expert
     num_experts: int
     sign: str  # why it was taken for experts
+    folded: bool = False  # parameters are ``[E * a, b]``
     # The experts, if they are modules of a list; ``parameters`` are then made of theirs (``stack_experts``).
     members: tuple[nn.Module, ...] = ()
     names: dict[str, str] = field(default_factory=dict)  # of each parameter in a member: the key made of it
@@ -82,11 +90,11 @@ def find_experts(
         fused = {key: p for key, p in module.named_parameters(recurse=False) if _per_expert_matrix(p)}
         if not fused:
             around = model.get_submodule(name.rpartition(".")[0]) if name else None
-            listed = _listed_experts(name, module, around, chosen)
-            if isinstance(listed, ExpertsModule):
-                found.append(listed)
-            elif listed is not None:
-                passed_over.append(listed)
+            other = _listed_experts(name, module, around, chosen) or _folded_experts(name, module, chosen)
+            if isinstance(other, ExpertsModule):
+                found.append(other)
+            elif other is not None:
+                passed_over.append(other)
             continue
         sizes = {parameter.shape[0] for parameter in fused.values()}
         if len(sizes) != 1:
@@ -167,6 +175,23 @@ def _sign_of_a_list(name: str, length: int, around: nn.Module | None) -> str | N
     return None
 
 
+def _folded_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule | None:
+    """Return the record of a module that keeps all experts of a matrix in one, ``[E * a, b]``; None for any other."""
+    says = chosen or any(_NAME.search(text) for text in (type(module).__name__, name.rpartition(".")[2]))
+    own = {key: p for key, p in module.named_parameters(recurse=False) if p.is_floating_point()}
+    for attribute in _COUNT_ATTRIBUTES if says else ():
+        count = getattr(module, attribute, None)
+        if not isinstance(count, int) or count < 2:
+            continue
+        folded = {key: p for key, p in own.items() if p.ndim == 2 and len(p) > count and not len(p) % count}
+        # One alone may be a router, whose rows are no expert's.
+        if len(folded) > 1 and not any(_ROUTER.search(key) for key in folded):
+            sign = f"{attribute} = {count}, by which {', '.join(folded)} can be divided"
+            keys = tuple(folded)
+            return ExpertsModule(name=name, module=module, parameters=keys, num_experts=count, sign=sign, folded=True)
+    return None
+
+
 def _check_shared(found: Sequence[ExpertsModule]) -> None:
     first: dict[int, str] = {}
     for experts in found:
@@ -222,8 +247,8 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over
         lines.append(f"Modules with such parameters: {', '.join(names) or 'none'}.")
     else:
         lines.append(
-            "Looked for modules with parameters [E, a, b], one matrix per expert, and a sign that they are "
-            "experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
+            "Looked for modules with parameters [E, a, b], one matrix per expert, or [E * a, b], and a sign that "
+            "they are experts (num_experts, a name with 'expert' or 'moe', a router beside them)."
         )
         lines += [f"Passed over {p.name or '(the model itself)'}: {p.reason}." for p in passed_over]
         lines.append(

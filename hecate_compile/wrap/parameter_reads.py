@@ -25,7 +25,7 @@ from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
-from hecate.wrap.expert_shards import is_expert_shard
+from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.first_forward import agree_on_next
 from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
@@ -79,11 +79,11 @@ def install_reads(
                 shard = shard_of(parameters_of(member.stack)[stacked])
                 assert is_expert_shard(shard)
                 one = shard.layer.world.size == 1
-                readers[key] = _read_member(key, _shard_reader(shard.layer, step), step, param_dtype, alone=one)
+                readers[key] = _read_member(key, _shard_reader(shard, step), step, param_dtype, alone=one)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if is_expert_shard(shard):
-                readers[key] = _read_experts(key, _shard_reader(shard.layer, step), param_dtype)
+                readers[key] = _read_experts(key, _shard_reader(shard, step), param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
@@ -178,16 +178,21 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     swapped: Any = swap_class(module, namespace)
 
 
-def _shard_reader(layer: Layer, step: CurrentStep) -> Callable[..., Any]:
-    """Return a function that readers call to read a shard of ``layer``, or one expert of it."""
+def _shard_reader(record: ExpertShard, step: CurrentStep) -> Callable[..., Any]:
+    """Return a function that readers call to read a shard, or one expert of it."""
     # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
-    num_experts, layer_id, alone = layer.num_experts, layer.id, layer.world.size == 1
+    num_experts, layer_id, alone = record.layer.num_experts, record.layer.id, record.world.size == 1
+    lines = record.lines
 
     def read(shard: Any, key: str, dtype: torch.dtype | None, expert: int | None = None) -> Any:
         if torch.compiler.is_compiling():
             if dtype is not None:
                 shard = shard.to(dtype)
+            if lines > 1:
+                shard = shard.view(-1, lines, *shard.shape[1:])
             whole = torch.ops.hecate.gather_experts(shard, num_experts, layer_id)
+            if lines > 1:
+                whole = whole.view(-1, *whole.shape[2:])
             return whole if expert is None else whole[expert]
         whole = read_whole(shard, expert)
         if whole is not None:
@@ -294,14 +299,15 @@ def _gather_dense(shard: torch.Tensor, id: int, dtype: torch.dtype | None, step:
 def _untraced(key: str, layer: Layer, shard: Any, reader: FrameType) -> UntracedReadError:
     record = shard_of(shard)
     name = record.name if record is not None else key
+    mine = layer.owners.counts[layer.world.rank]
     if reader.f_globals.get("__name__", "").startswith("peft."):
         return UntracedReadError(
-            f"hecate: PEFT would adapt {name} now, of which this rank holds only {len(shard)} of {layer.num_experts} "
+            f"hecate: PEFT would adapt {name} now, of which this rank holds only {mine} of {layer.num_experts} "
             f"experts.\n{python_around(reader)}\n{ADAPTERS_AFTERWARDS}"
         )
     return untraced_read(
         f"{name} was read by code that torch.compile did not trace, and this rank holds only "
-        f"{len(shard)} of its {layer.num_experts} experts.\n{python_around(reader)}",
+        f"{mine} of its {layer.num_experts} experts.\n{python_around(reader)}",
         "If this came from the model's forward, Dynamo skipped the frame: a graph break inside a loop, or a "
         "disabled function. A branch on how many rows "
         "an expert has is a graph break (`if rows.numel() == 0: continue`): leave it out, zero rows cost nothing. "

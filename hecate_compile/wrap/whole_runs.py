@@ -185,7 +185,8 @@ class WholeRun:
         if record.layer.world.size == 1:
             return shard
         travels = shard.to(dtype) if floats and dtype is not None else shard
-        return torch.ops.hecate.gather_experts(travels, record.full_shape[0], record.layer.id)
+        whole = torch.ops.hecate.gather_experts(record.by_expert(travels), record.layer.num_experts, record.layer.id)
+        return record.as_written(whole)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

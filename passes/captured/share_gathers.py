@@ -1,7 +1,7 @@
 """share_gathers: read every expert parameter once.
 
 Needs    gather_experts nodes.
-Changes  a second gather of the same shard, or of the same cast of it, becomes the first one's result.
+Changes  a second gather of the same shard, or of the same cast or view of it, becomes the first one's result.
 Never    merges gathers of different grad modes: one under no_grad carries no gradient.
 
     a = gather(w); b = gather(w)   becomes   a = gather(w); b = a
@@ -33,14 +33,15 @@ def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
                 continue
             node.replace_all_uses_with(first[key])
             gm.graph.erase_node(node)
-            if not shard.users and shard.op == "call_method":
-                gm.graph.erase_node(shard)
+            while not shard.users and shard.op == "call_method":
+                unused, shard = shard, arg(shard, 0)
+                gm.graph.erase_node(unused)
             merged += 1
     return Outcome(rewritten=merged)
 
 
 def _identity(shard: Node) -> Any:
-    """Return the parameter, and the dtype it is cast to."""
-    if shard.op == "call_method" and shard.target == "to" and len(shard.all_input_nodes) == 1:
-        return (arg(shard, 0), shard.args[1:], tuple(shard.kwargs.items()))
+    """Return the parameter, the dtype that it is cast to, and the sizes that it is viewed with."""
+    if shard.op == "call_method" and shard.target in ("to", "view") and len(shard.all_input_nodes) == 1:
+        return (_identity(arg(shard, 0)), shard.args[1:], tuple(shard.kwargs.items()))
     return shard

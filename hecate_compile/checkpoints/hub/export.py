@@ -207,6 +207,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
     else:
         assert is_expert_shard(shard)
         counts = shard.layer.owners.counts
+        here = shard.by_expert(here)
     send = [here.shape[0]] + [0] * (world.size - 1)
     joined = collectives.all_to_all(here, send, counts if world.rank == 0 else [0] * world.size, world)
     if world.rank != 0:
@@ -215,7 +216,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
         ordered = torch.empty_like(joined)
         ordered[torch.from_numpy(shard.layer.owners.by_rank).to(joined.device)] = joined
         joined = ordered
-    return joined.cpu()
+    return (shard.as_written(joined) if is_expert_shard(shard) else joined).cpu()
 
 
 class _Writer:

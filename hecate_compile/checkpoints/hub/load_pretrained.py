@@ -145,5 +145,6 @@ def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
         here[: counts[rank]].copy_(files.read(name, start, start + counts[rank]))
     else:
         assert is_expert_shard(shard)
+        lines = shard.lines
         for row, expert in enumerate(shard.experts):
-            here[row].copy_(files.read(name, expert, expert + 1)[0])
+            here[row * lines : (row + 1) * lines].copy_(files.read(name, expert * lines, (expert + 1) * lines))

@@ -159,7 +159,7 @@ class Group:
         if self.converter is None or len(self.targets) != 1 or not _is_by_line(self.converter.operations):
             return None
         shard = shard_of(self.targets[0].here)
-        if not is_expert_shard(shard):
+        if not is_expert_shard(shard) or shard.lines > 1:
             return None
         experts: dict[int, list[str]] = {}
         for pattern in dict.fromkeys(pattern for _, pattern in self.sources):

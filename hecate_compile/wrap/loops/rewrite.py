@@ -58,7 +58,7 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> Ch
     for experts in found:
         for name in dict.fromkeys((experts.name, experts.name.rpartition(".")[0])):
             near.setdefault(name, []).append(experts)
-    done: dict[tuple[FunctionType, bool], _Rewritten | None] = {}
+    done: dict[Any, _Rewritten | None] = {}
     places: dict[str, None] = {}
     left_out: set[str] = set()
     diffs: dict[FunctionType, list[str]] = {}
@@ -68,14 +68,16 @@ def make_loops_traceable(model: nn.Module, found: Sequence[ExpertsModule]) -> Ch
         changed: dict[str, Any] = {}
         for key, function in _methods(module):
             listed = isinstance(children_of(module).get("experts"), (nn.ModuleList, nn.ModuleDict))
-            if (function, listed) not in done:
+            folded = {key: e.num_experts for e in near[name] if e.folded for key in e.parameters}
+            case = (function, listed, *folded.items())
+            if case not in done:
                 try:
-                    done[function, listed] = _rewritten(function, listed)
+                    done[case] = _rewritten(function, listed, folded)
                 except Exception:
                     # Unchanged code is traced like any other, or named when that fails.
                     log.warning("hecate: could not look at the loops of %s", function.__qualname__, exc_info=True)
-                    done[function, listed] = None
-            rewritten = done[function, listed]
+                    done[case] = None
+            rewritten = done[case]
             if rewritten is not None:
                 file = inspect.unwrap(function).__code__.co_filename
                 if rewritten.loop is not None and _mind(near[name], f"{file}:{rewritten.loop}"):
@@ -112,11 +114,14 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
             seen.add(key)
 
 
-def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
-    """Return the function with its loops changed; None if there are none. ``listed``: ``self.experts`` is a list."""
+def _rewritten(function: FunctionType, listed: bool, folded: dict[str, int]) -> _Rewritten | None:
+    """Return the function with its loops changed; None if there are none.
+
+    ``listed``: ``self.experts`` is a list. ``folded``: numbers of experts, by names of folded parameters.
+    """
     inner = vars(function).get("__wrapped__")
     if isinstance(inner, FunctionType):
-        found = _rewritten(inner, listed)
+        found = _rewritten(inner, listed, folded)
         again = None if found is None else wrapped_again(function, inner, found.function)
         return None if found is None or again is None else replace(found, function=again)
     try:
@@ -129,7 +134,7 @@ def _rewritten(function: FunctionType, listed: bool) -> _Rewritten | None:
         return None
     ast.increment_lineno(tree, start - 1)
     before = ast.unparse(definition).splitlines()
-    loops = Loops(definition, listed)
+    loops = Loops(definition, listed, folded)
     lists = RowLists(definition)
     definition = loops.visit(lists.visit(definition))
     loop = min(loops.lines, default=None)

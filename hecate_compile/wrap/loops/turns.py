@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hecate.wrap.loops.empty_turns import Effects, Rows
 from hecate.wrap.loops.spellings import (
@@ -31,8 +31,8 @@ log = logging.getLogger("hecate")
 class Loops(ast.NodeTransformer):
     """Changes the loops of one function."""
 
-    def __init__(self, definition: ast.FunctionDef, listed: bool) -> None:
-        self.definition, self.listed = definition, listed
+    def __init__(self, definition: ast.FunctionDef, listed: bool, folded: Mapping[str, int]) -> None:
+        self.definition, self.listed, self.folded = definition, listed, folded
         self.lines: list[int] = []
 
     def visit_For(self, node: ast.For) -> ast.AST:
@@ -59,8 +59,19 @@ class Loops(ast.NodeTransformer):
         body = [made for old in node.body for made in index.statement(copy.deepcopy(old))]
         rows = Rows(hits.mask, turn, hits.depth)
         body = self._checked(node, body, rows, {turn})
-        changed = ast.For(target=node.target, iter=expression(f"range({hits.mask}.shape[0])"), body=body, orelse=[])
+        turns = f"{hits.mask}.shape[0]"
+        most = next((number for one in body for number in self._most(one, turn)), None)
+        if most is not None:
+            turns = f"min({turns}, {most})"
+        changed = ast.For(target=node.target, iter=expression(f"range({turns})"), body=body, orelse=[])
         return ast.fix_missing_locations(ast.copy_location(changed, node))
+
+    def _most(self, statement: ast.stmt, turn: str) -> Iterator[int]:
+        """Yield the numbers of experts that a statement of every turn indexes: there is no turn of another expert."""
+        for n in ast.walk(statement) if isinstance(statement, ast.Assign) else ():
+            if isinstance(n, ast.Subscript) and is_load(n.slice) and n.slice.id == turn:
+                inside = (one.attr for one in ast.walk(n.value) if isinstance(one, ast.Attribute))
+                yield from (self.folded[name] for name in inside if name in self.folded)
 
     def _hits(self, node: ast.For) -> Hits | None:
         if not isinstance(node.iter, ast.Name):
