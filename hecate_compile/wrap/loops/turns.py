@@ -60,16 +60,17 @@ class Loops(ast.NodeTransformer):
         rows = Rows(hits.mask, turn, hits.depth)
         body = self._checked(node, body, rows, {turn})
         turns = f"{hits.mask}.shape[0]"
-        most = next((number for one in body for number in self._most(one, turn)), None)
+        numbers = {turn, *(name for one in body for name in names_assigned(one) if _is_name(one, turn))}
+        most = next((most for one in body for most in self._most(one, numbers)), None)
         if most is not None:
             turns = f"min({turns}, {most})"
         changed = ast.For(target=node.target, iter=expression(f"range({turns})"), body=body, orelse=[])
         return ast.fix_missing_locations(ast.copy_location(changed, node))
 
-    def _most(self, statement: ast.stmt, turn: str) -> Iterator[int]:
+    def _most(self, statement: ast.stmt, numbers: set[str]) -> Iterator[int]:
         """Yield the numbers of experts that a statement of every turn indexes: there is no turn of another expert."""
         for n in ast.walk(statement) if isinstance(statement, ast.Assign) else ():
-            if isinstance(n, ast.Subscript) and is_load(n.slice) and n.slice.id == turn:
+            if isinstance(n, ast.Subscript) and is_load(n.slice) and n.slice.id in numbers:
                 inside = (one.attr for one in ast.walk(n.value) if isinstance(one, ast.Attribute))
                 yield from (self.folded[name] for name in inside if name in self.folded)
 
@@ -119,6 +120,11 @@ class Loops(ast.NodeTransformer):
         if rows.turn in outside:
             raise LeftAlone("the loop's variable is used elsewhere")
         return Effects(outside, rows, body, turn).check(body)
+
+
+def _is_name(statement: ast.stmt, name: str) -> bool:
+    """Return whether a statement gives a value that has a name another name, too."""
+    return isinstance(statement, ast.Assign) and is_load(statement.value) and statement.value.id == name
 
 
 def _changes(node: ast.AST, name: str) -> bool:
