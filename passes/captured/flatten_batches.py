@@ -14,6 +14,7 @@ one, and one of size 1.
 from __future__ import annotations
 
 import operator
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,11 +181,10 @@ def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
     views = computed_from(gathers)
     for node in sorted({user for view in views for user in view.users if calls(user, torch.einsum)}):
         equation = arg(node, 0).replace(" ", "") if isinstance(arg(node, 0), str) else ""
-        inputs, arrow, result = equation.partition("->")
-        letters = inputs.split(",")
-        if not arrow or "." in equation or len(letters) != 2 or len(node.args) != 3:
+        if len(node.args) != 3 or equation.count(",") != 1 or "->" not in equation:
             continue
         x, w = arg(node, 1), arg(node, 2)
+        *letters, result = _with_letters(equation, shape_of(x), shape_of(w))
         if x in views:
             x, w, letters = w, x, letters[::-1]
         if w not in views or x in views or len(shape_of(w)) != 3:
@@ -192,6 +192,21 @@ def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:
         plan = _plan(letters[0], letters[1], result)
         if plan is not None and shape_of(w)[letters[1].index(plan.expert)] == num_experts:
             _write(node, x, w, plan)
+
+
+def _with_letters(equation: str, *shapes: Sequence[object]) -> list[str]:
+    """Return the letters of all dimensions of two inputs and the result, with letters for those of an ellipsis.
+
+    Where an ellipsis broadcasts, it stays.
+    """
+    inputs, _, result = equation.partition("->")
+    letters = inputs.split(",")
+    left = [letter for letter in string.ascii_uppercase if letter not in equation]
+    dots = [shape[: len(shape) - len(text) + 3] for text, shape in zip(letters, shapes, strict=True) if "..." in text]
+    if not all(text.startswith("...") for text in letters if "..." in text) or len({*map(str, dots)}) > 1:
+        return [*letters, result]
+    named = "".join(left[: len(dots[0])]) if dots else ""
+    return [text.replace("...", named) for text in (*letters, result)]
 
 
 @dataclass(frozen=True)
@@ -209,7 +224,13 @@ class _Plan:
 
 def _plan(x: str, w: str, result: str) -> _Plan | None:
     """Return the plan of ``ecd,edf->ecf`` and the like; None for anything else."""
-    if len({*x}) != len(x) or len({*w}) != len(w) or len({*result}) != len(result) or len(w) != 3:
+    if (
+        "." in x + w + result
+        or len({*x}) != len(x)
+        or len({*w}) != len(w)
+        or len({*result}) != len(result)
+        or len(w) != 3
+    ):
         return None
     summed = [letter for letter in w if letter in x and letter not in result]
     made = [letter for letter in w if letter not in x and letter in result]

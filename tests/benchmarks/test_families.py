@@ -18,19 +18,20 @@ from tests.support.ranks import run_ranks
 CHOSEN = {
     "llama4_text": "bmm over all tokens",
     "qwen3_next": "linear attention: a backward whose strides were not traced",
-    "dbrx": "refused, and trained with policy='replicate'",
+    "dbrx": "experts in matrices one under the other",
+    "doge": "refused, and trained with policy='replicate'",
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES if ALL else CHOSEN)
 def test_family(name: str) -> None:
-    policy = "replicate" if name in ("dbrx", "doge", "longcat_flash") else "hecate"
+    policy = "replicate" if name in ("doge", "longcat_flash") else "hecate"
     for result in run_ranks("benchmarks.families.case:run", 2, name=name, policy=policy):
         assert result["loss_error"] < 1e-5 and result["gradient_error"] < 1e-4, result
         assert result["rewritten"] == result["layers"], result
         assert result["layers"] > 0 or policy == "replicate"
-        if name not in ("switch_transformers", "dbrx", "longcat_flash"):
+        if name not in ("switch_transformers", "longcat_flash"):
             assert result["graphs"] == 1
 
 
@@ -54,7 +55,7 @@ def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("sys.argv", ["families", *cases])
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        refused = options["policy"] != "replicate" and name == "dbrx"
+        refused = options["policy"] != "replicate" and name == "doge"
         return {"error": "NoExpertsError: none"} if refused else cases[name]
 
     monkeypatch.setattr(lines, "_run", run)
@@ -64,7 +65,7 @@ def test_wrong_results_fail_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     said = capsys.readouterr().out
     assert "2 exchange rows in every MoE layer, 1 gather experts in some" in said and "1 failed: olmoe" in said
     assert "in-place mul_" in said
-    cases |= {"olmoe": result(), "dbrx": result(layers=0, rewritten=0)}
+    cases |= {"olmoe": result(), "doge": result(layers=0, rewritten=0)}
     monkeypatch.setattr("sys.argv", ["families", *cases])
     command.main()
     said = capsys.readouterr().out

@@ -92,6 +92,8 @@ def einsum(g: GraphUnderTest, first: str, second: str, shape: tuple[int, ...]) -
         ("th,ehf->etf", "etf,efh->eth", (C, H)),
         ("th,ehf->etf", "ehf,etf->the", (C, H)),
         ("hce,ehf->ecf", "efh,ecf->ech", (H, C, E)),
+        ("...ch,...hf->...cf", "...cf,...fh->...ch", (E, C, H)),
+        ("...h,ehf->e...f", "ecf,efh->ech", (C, H)),
     ],
 )
 def test_rewrites_einsum(first: str, second: str, shape: tuple[int, ...], g: GraphUnderTest) -> None:
