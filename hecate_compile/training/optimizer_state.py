@@ -332,7 +332,7 @@ def _can_move(
     """Return whether a value is for all experts, or has a line for each of this rank's under ``owners``."""
     if isinstance(value, torch.Tensor):
         # What belongs to one expert can be of any shape.
-        if is_member_shard(shard):
+        if not is_expert_shard(shard):
             return type(value) is torch.Tensor
         mine = owners.counts[shard.world.rank] * shard.lines
         return is_for_all(key, value) or _by_row(key, value, parameter, mine) is not None

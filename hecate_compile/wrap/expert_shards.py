@@ -142,7 +142,9 @@ def size_up(
     """Tell each layer an expert's bytes and FLOPs per row; rematerialized replicas are gathered once more."""
     for experts, layer in zip(found, layers, strict=True):
         wholes = [parameters_of(experts.store)[key] for key in experts.parameters]
-        shapes = [shard.by_expert(p).shape[1:] for p in wholes if is_expert_shard(shard := shard_of(p))]
+        shapes = [
+            shard.by_expert(p).shape[1:] for p in wholes if p is not None and is_expert_shard(shard := shard_of(p))
+        ]
         layer.dtype = dtype or next(iter(experts.store.parameters(recurse=False))).dtype
         layer.placer.sizes = LayerSizes(
             row_flops=sum(2 * shape.numel() for shape in shapes if len(shape) == 2),

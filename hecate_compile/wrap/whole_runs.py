@@ -185,8 +185,8 @@ class WholeRun:
         if record.layer.world.size == 1:
             return shard
         travels = shard.to(dtype) if floats and dtype is not None else shard
-        whole = torch.ops.hecate.gather_experts(record.by_expert(travels), record.layer.num_experts, record.layer.id)
-        return record.as_written(whole)
+        own = record.by_expert(travels)
+        return record.as_written(torch.ops.hecate.gather_experts(own, record.layer.num_experts, record.layer.id))
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

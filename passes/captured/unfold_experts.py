@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.torch_values import shape_of, value_of
 from hecate.passes.base import Outcome, PassContext
-from hecate.passes.fx import calls, copy_place, erase_unused, is_getitem, option, take_place
+from hecate.passes.fx import arg, calls, copy_place, erase_unused, is_getitem, option, take_place
 from hecate.passes.match import named
 
 _VIEWS = ("view", "reshape", "unflatten", "flatten", "squeeze")
@@ -57,7 +57,7 @@ def _views(gather: Node) -> Iterator[tuple[Node, int | None]]:
             if named(user, *_VIEWS) or only:
                 waiting.append((user, expert))
             elif expert is None and _is_cut(user, num_experts):
-                waiting += [(piece, piece.args[1]) for piece in user.users if is_getitem(piece)]
+                waiting += [(piece, int(arg(piece, 1))) for piece in user.users if is_getitem(piece)]
             elif expert is None and is_getitem(user) and source is not gather and isinstance(user.args[1], slice):
                 rows, own = user.args[1], shape_of(source)[0] // num_experts
                 if type(rows.start) is int and shape_of(user)[0] == own and not rows.start % own:
