@@ -12,6 +12,7 @@ from typing import Any
 from hecate.private import BatchNormBase
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.loops.spellings import (
+    Guard,
     LeftAlone,
     given_to,
     guard_of,
@@ -20,6 +21,7 @@ from hecate.wrap.loops.spellings import (
     is_method,
     names_assigned,
     searched_by,
+    sum_of,
     text_of,
 )
 
@@ -33,7 +35,7 @@ _VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select
 _VIEWS |= {"t", "transpose"}
 
 # Those whose result is as empty as that; a part of a mask may be empty where the whole is not.
-_AS_EMPTY = _VIEWS - {"narrow", "select"} | {"clone", "contiguous"}
+_AS_EMPTY = _VIEWS - {"narrow", "select"} | {"clone", "contiguous", "repeat"}
 # Kinds of values: masks of booleans, numbers of rows, what was picked by either, and what rows were searched in.
 _MASK, _NUMBERS, _PICKED, _SEARCHED = "mask", "numbers", "picked", "searched"
 _ROWS = (_NUMBERS, _PICKED)
@@ -54,17 +56,30 @@ class Rows:
         # By name: a number that names have which are empty together, and what kind of value it is.
         self._known: dict[str, tuple[int, str]] = {}
         self._groups = itertools.count()
+        # Numbers of rows by name, and pairs of bounds that are so far apart.
+        self._numbers: dict[str, int] = {}
+        self._bounds: dict[frozenset[str], int] = {}
         self._empty: set[int] = set()
 
     def has(self, index: ast.expr) -> bool:
         """Return whether this index selects nothing in a turn without rows."""
         first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
-        return isinstance(first, ast.Name) and self.is_empty(first.id, _MASK, *_ROWS)
+        if isinstance(first, ast.Slice):
+            return self._between(first) in self._empty
+        group, kind = self._as_empty_as(first) or (-1, "")
+        return group in self._empty and kind in (_MASK, *_ROWS)
 
-    def is_empty(self, name: str, *kinds: str) -> bool:
-        """Return whether a name is of one of these kinds, and has nothing in it in a turn without rows."""
-        group, kind = self._known.get(name, (-1, ""))
-        return group in self._empty and kind in kinds
+    def is_unchanged(self, node: ast.stmt) -> bool:
+        """Return whether a statement gives a bound the value that it has, in a turn without rows."""
+        names = names_assigned(node)
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and is_load(node.value):
+            return len(names) == 1 and self._numbers.get(node.value.id, -1) in self._empty
+        if not isinstance(node, ast.Assign) or len(names) != 1:
+            return False
+        known = sum_of(node.value)
+        if known is not None:
+            return known[0] == names[0] and self._numbers.get(known[1], -1) in self._empty
+        return is_load(node.value) and self._bounds.get(frozenset((*names, node.value.id)), -1) in self._empty
 
     def learn(self, node: ast.stmt) -> None:
         """Take note of what an assignment of one value tells about rows."""
@@ -84,6 +99,9 @@ class Rows:
         self._forget(node)
         if known is not None:
             self._known |= dict.fromkeys(names, known)
+        added = sum_of(value)
+        if added is not None and len(names) == 1 and names[0] not in added:
+            self._bounds[frozenset((names[0], added[0]))] = self._number(added[1])
         if isinstance(value, ast.Name) and value.id in self.turns:
             self.turns |= set(names)
 
@@ -93,6 +111,8 @@ class Rows:
             changed: ast.AST = ast.Pass()
             if isinstance(inner, ast.Name) and not is_load(inner):
                 self._known.pop(inner.id, None)
+                self._numbers.pop(inner.id, None)
+                self._bounds = {pair: group for pair, group in self._bounds.items() if inner.id not in pair}
             elif isinstance(inner, ast.AugAssign):
                 changed = inner.target
             elif isinstance(inner, (ast.Subscript, ast.Attribute)) and not isinstance(inner.ctx, ast.Load):
@@ -120,6 +140,9 @@ class Rows:
         """Return the group of a value and its kind; None if it is neither a mask nor rows."""
         if isinstance(value, ast.Name):
             return self._known.get(value.id)
+        if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Slice):
+            group = self._between(value.slice)
+            return (group, _PICKED) if group is not None else None
         if isinstance(value, ast.Compare):
             return next(self._groups), _MASK
         if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name):
@@ -140,11 +163,34 @@ class Rows:
             isinstance(node, ast.Subscript) and text_of(node.value) == self.mask and text_of(node.slice) in self.turns
         )
 
-    def starts_from(self, guard: str, mask: bool) -> bool:
-        """Take the names that are empty when ``guard`` is; return False if that is not known to be of rows."""
-        group, kind = self._known.get(guard, (-1, ""))
-        self._empty = {group} if kind in ((_MASK,) if mask else _ROWS) else set()
+    def _number(self, name: str) -> int:
+        return self._numbers.setdefault(name, next(self._groups))
+
+    def _between(self, rows: ast.Slice) -> int | None:
+        """Return the group of what is between two bounds, ``start:end`` or ``start:start + number``."""
+        if rows.step is not None or rows.lower is None or rows.upper is None or not is_load(rows.lower):
+            return None
+        if is_load(rows.upper):
+            return self._bounds.setdefault(frozenset((rows.lower.id, rows.upper.id)), next(self._groups))
+        added = sum_of(rows.upper)
+        return self._number(added[1]) if added is not None and added[0] == rows.lower.id else None
+
+    def starts_from(self, guard: Guard) -> bool:
+        """Take the names that are empty where a guard says so; return False if that is not known to be of rows."""
+        self._empty = {group} if (group := self._group_of(guard)) is not None else set()
         return bool(self._empty)
+
+    def answers(self, guard: Guard) -> bool:
+        """Return whether a guard asks what another one has asked."""
+        return self._group_of(guard) in self._empty
+
+    def _group_of(self, guard: Guard) -> int | None:
+        if guard.kind == "number":
+            return self._number(guard.name)
+        if guard.kind == "bounds":
+            return self._bounds.setdefault(frozenset((guard.name, guard.other)), next(self._groups))
+        group, kind = self._known.get(guard.name, (-1, ""))
+        return group if kind in ((_MASK,) if guard.kind == "mask" else _ROWS) else None
 
 
 class Effects:
@@ -152,7 +198,10 @@ class Effects:
 
     def __init__(self, outside: set[str], rows: Rows, body: list[ast.stmt], turn: set[str]) -> None:
         self.outside, self.rows, self.turn = outside, rows, turn
-        self.later = {name for statement in body for n in ast.walk(statement) for name in names_assigned(n)}
+        nodes = [n for statement in body for n in ast.walk(statement)]
+        self.later = {name for n in nodes for name in names_assigned(n)}
+        ends = [end for n in nodes if isinstance(n, ast.Slice) for end in (n.lower, n.upper) if end is not None]
+        self.bounds = {end.id for end in ends if is_load(end)}
         self.assigned: set[str] = set()
         # Names of tensors that a turn has made itself, and that are no views of others.
         self.own: set[str] = set()
@@ -162,8 +211,9 @@ class Effects:
         kept: list[ast.stmt] = []
         for node in body:
             guard = guard_of(node)
-            if guard is not None:
-                if not self.rows.is_empty(guard.name, *((_MASK,) if guard.mask else _ROWS)):
+            asks = guard is not None and self.rows.answers(guard)
+            if guard is not None and (asks or guard.kind in ("rows", "mask")):
+                if not asks:
                     raise LeftAlone(f"{guard.name} may be empty where the turn has rows")
                 kept += self.check(guard.body)
                 continue
@@ -188,6 +238,8 @@ class Effects:
                 self._statement(inner)
         elif isinstance(node, (ast.Continue, ast.Pass)) or is_comment(node) or self._writes_rows(node):
             return
+        elif self.rows.is_unchanged(node):
+            self.rows.learn(node)
         elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in self.own:
             self._value(node.value)
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -198,6 +250,8 @@ class Effects:
     def _assignment(self, node: ast.Assign) -> None:
         self._value(node.value)
         carried = {n.id for n in ast.walk(node.value) if is_load(n)} & (self.later - self.assigned)
+        # What is outside may only be given the value that it has.
+        carried -= self.bounds & self.outside
         names = set(names_assigned(node))
         if carried or not names or names & self.outside:
             raise LeftAlone(f"{text_of(node)} reaches beyond a turn")
@@ -206,8 +260,11 @@ class Effects:
         self.rows.learn(node)
 
     def _writes_rows(self, node: ast.stmt) -> bool:
-        """Recognize ``out.index_add_(0, rows, y)``, ``out = out.index_add(0, rows, y)``, ``out[rows] (+)= y``."""
-        if isinstance(node, ast.Expr) and self._adds_rows(node.value, "index_add_"):
+        """Recognize ``out.index_add_(0, rows, y)``, ``out = out.index_add(0, rows, y)``, ``out[rows] (+)= y``.
+
+        ``scatter_add_`` adds elements, none where its index is empty.
+        """
+        if isinstance(node, ast.Expr) and self._adds_rows(node.value, "index_add_", "scatter_add_"):
             return True
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]
@@ -225,10 +282,11 @@ class Effects:
         self._value(node.value)
         return True
 
-    def _adds_rows(self, node: ast.expr, method: str) -> bool:
-        if not (is_method(node) and node.func.attr == method and isinstance(node.func.value, ast.Name)):
+    def _adds_rows(self, node: ast.expr, *methods: str) -> bool:
+        if not (is_method(node) and node.func.attr in methods and isinstance(node.func.value, ast.Name)):
             return False
-        if node.func.value.id in self.later and method == "index_add_" and node.func.value.id not in self.outside:
+        name, changes = node.func.value.id, node.func.attr.endswith("_")
+        if name in self.later and changes and name not in self.outside:
             return False
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
         if len(given) < 3 or text_of(given[0]) != "0" or not self.rows.has(given[1]):

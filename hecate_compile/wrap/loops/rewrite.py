@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from hecate.private import children_of
@@ -140,12 +141,18 @@ def _rewritten(function: FunctionType, listed: bool, folded: dict[str, int]) -> 
     loop = min(loops.lines, default=None)
     loops.lines += lists.lines
     definition = Counts(loops.lines).visit(definition)
-    if not loops.lines or has_private_names(definition):
+    if not loops.lines or has_private_names(definition) or (loops.needs_torch and not _has_torch(function)):
         return None
     file = function.__code__.co_filename
     name = f"{file}:{function.__qualname__}"
     diff = difflib.unified_diff(before, ast.unparse(definition).splitlines(), name, f"{name}, traced", lineterm="")
     return _Rewritten(compiled(definition, function), loops.lines, loop, list(diff))
+
+
+def _has_torch(function: FunctionType) -> bool:
+    """Return whether the name means torch to a function."""
+    code = function.__code__
+    return function.__globals__.get("torch") is torch and "torch" not in (*code.co_varnames, *code.co_freevars)
 
 
 def wrapped_again(wrapper: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType | None:

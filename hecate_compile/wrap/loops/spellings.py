@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 
 class LeftAlone(Exception):
@@ -125,19 +126,29 @@ def searched_by(value: ast.expr) -> ast.expr | None:
 
 @dataclass(frozen=True)
 class Guard:
-    """A statement's question if there are rows: the name it asks, whether that is a mask, and what follows if so."""
+    """A statement's question if there are rows: what it asks, of which kind that is, and what follows if so.
+
+    It asks the rows or their mask, their number (``if n == 0: continue``), or its bounds (``if start == end``).
+    """
 
     name: str
-    mask: bool
+    kind: Literal["rows", "mask", "number", "bounds"]
     body: list[ast.stmt]
+    other: str = ""  # the second of two bounds
+    negative: bool = False  # a number below 0 is as none
 
 
 def guard_of(node: ast.stmt) -> Guard | None:
     """Recognize ``if rows.numel() == 0: continue`` or ``if mask.any(): ...``; None for anything else."""
     if not isinstance(node, ast.If) or node.orelse:
         return None
-    text = text_of(node.test)
+    text, test = text_of(node.test), node.test
     leaves = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
+    body = [] if leaves else node.body
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq if leaves else ast.NotEq):
+        first, *others = [test.left, *test.comparators]
+        if is_load(first) and len(others) == 1 and is_load(others[0]):
+            return Guard(first.id, "bounds", body, others[0].id)
     for name in sorted({n.id for n in ast.walk(node.test) if is_load(n)}):
         counts = {f"{name}.numel()", f"{name}.nelement()", f"{name}.shape[0]", f"{name}.size(0)", f"len({name})"}
         masks = {
@@ -145,8 +156,36 @@ def guard_of(node: ast.stmt) -> Guard | None:
             *(f"{name}.{end}" for end in ("any()", "sum()", "any().item()", "sum().item()")),
         }
         for count in sorted(counts | masks):
-            if text in (f"{count} == 0", f"not {count}", f"{count} < 1") and leaves:
-                return Guard(name, count in masks, [])
-            if text in (f"{count} > 0", f"{count} != 0", count, f"{count} >= 1") and not leaves:
-                return Guard(name, count in masks, node.body)
+            if text in (_without_rows(count) if leaves else _with_rows(count)):
+                return Guard(name, "mask" if count in masks else "rows", body)
+        if text in (_without_rows(name) if leaves else _with_rows(name)):
+            return Guard(name, "number", body, negative="<" in text or ">" in text)
     return None
+
+
+def _without_rows(count: str) -> tuple[str, ...]:
+    return f"{count} == 0", f"not {count}", f"{count} < 1", f"{count} <= 0"
+
+
+def _with_rows(count: str) -> tuple[str, ...]:
+    return f"{count} > 0", f"{count} != 0", count, f"{count} >= 1"
+
+
+_ON_HOST = "dtype=torch.int64, device='cpu'"
+_CHOSEN_END = re.compile(
+    rf"int\(torch\.where\(torch\.scalar_tensor\((\w+), .* torch\.scalar_tensor\((\w+), {re.escape(_ON_HOST)}\)\)\)"
+)
+
+
+def chosen_end(number: str, end: ast.expr, start: str) -> ast.expr:
+    """Write ``end if number else start``, without a branch, as one number more that is not known while tracing."""
+    chosen, other = (f"torch.scalar_tensor({one}, {_ON_HOST})" for one in (text_of(end), start))
+    return expression(f"int(torch.where(torch.scalar_tensor({number}, {_ON_HOST}) != 0, {chosen}, {other}))")
+
+
+def sum_of(node: ast.expr) -> tuple[str, str] | None:
+    """Return start and number of ``start + number``, and of what :func:`chosen_end` writes: start if number is 0."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and is_load(node.left) and is_load(node.right):
+        return node.left.id, node.right.id
+    written = _CHOSEN_END.fullmatch(text_of(node))
+    return (written[2], written[1]) if written is not None else None

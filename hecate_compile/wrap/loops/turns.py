@@ -14,6 +14,7 @@ from hecate.wrap.loops.empty_turns import Effects, Rows
 from hecate.wrap.loops.spellings import (
     Hits,
     LeftAlone,
+    chosen_end,
     expression,
     given_to,
     guard_of,
@@ -22,6 +23,7 @@ from hecate.wrap.loops.spellings import (
     is_method,
     names_assigned,
     searched_by,
+    sum_of,
     text_of,
 )
 
@@ -34,6 +36,8 @@ class Loops(ast.NodeTransformer):
     def __init__(self, definition: ast.FunctionDef, listed: bool, folded: Mapping[str, int]) -> None:
         self.definition, self.listed, self.folded = definition, listed, folded
         self.lines: list[int] = []
+        # What is written uses the name ``torch``.
+        self.needs_torch = False
 
     def visit_For(self, node: ast.For) -> ast.AST:
         try:
@@ -100,18 +104,33 @@ class Loops(ast.NodeTransformer):
         rows = Rows(None, None, 0)
         for number, statement in enumerate(node.body):
             guard = guard_of(statement)
-            if guard is None:
+            kept = [copy.deepcopy(n) for n in (*guard.body, *node.body[number + 1 :])] if guard is not None else []
+            # Any number may be asked for; those that decide how many rows there are have slices between bounds.
+            of_slices = any(isinstance(n, ast.Slice) for one in kept for n in ast.walk(one))
+            if guard is None or (guard.kind in ("number", "bounds") and not of_slices):
                 rows.learn(statement)
                 continue
-            if not rows.starts_from(guard.name, guard.mask):
+            if not rows.starts_from(guard):
                 return None
-            kept = [copy.deepcopy(n) for n in (*guard.body, *node.body[number + 1 :])]
+            if guard.kind == "number":
+                before = [ast.dump(one) for one in kept]
+                kept = [_with_an_end_like_its_start(one, guard.name, kept) for one in kept]
+                self.needs_torch |= before != [ast.dump(one) for one in kept]
             rest = self._checked(node, kept, rows, turn)
+            if guard.negative:
+                rest.insert(0, self._not_negative(guard.name, node))
             changed = ast.For(
                 target=node.target, iter=node.iter, body=[*node.body[:number], *rest], orelse=node.orelse
             )
             return ast.fix_missing_locations(ast.copy_location(changed, node))
         return None
+
+    def _not_negative(self, number: str, loop: ast.For) -> ast.stmt:
+        """Write that a number below 0, which the guard has asked for, too, is none."""
+        inside = {id(n) for n in ast.walk(loop)}
+        if any(isinstance(n, ast.Name) and n.id == number and id(n) not in inside for n in ast.walk(self.definition)):
+            raise LeftAlone(f"{number} is used elsewhere")
+        return ast.parse(f"{number} = max({number}, 0)").body[0]
 
     def _checked(self, node: ast.For, body: list[ast.stmt], rows: Rows, turn: set[str]) -> list[ast.stmt]:
         """Return ``body`` without guards; raise :class:`LeftAlone` if a turn without rows changes something."""
@@ -120,6 +139,16 @@ class Loops(ast.NodeTransformer):
         if rows.turn in outside:
             raise LeftAlone("the loop's variable is used elsewhere")
         return Effects(outside, rows, body, turn).check(body)
+
+
+def _with_an_end_like_its_start(statement: ast.stmt, number: str, body: Sequence[ast.stmt]) -> ast.stmt:
+    """Write the end of a turn's rows, ``end = ends[e]``, so that it is their start where their ``number`` is 0."""
+    slices = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Slice)]
+    pairs = {(text_of(n.lower), text_of(n.upper)) for n in slices if n.lower is not None and n.upper is not None}
+    starts = [start for start, end in pairs if [end] == names_assigned(statement)]
+    if len(starts) == 1 and isinstance(statement, ast.Assign) and sum_of(statement.value) is None:
+        statement.value = ast.copy_location(chosen_end(number, statement.value, starts[0]), statement.value)
+    return statement
 
 
 def _is_name(statement: ast.stmt, name: str) -> bool:

@@ -167,7 +167,88 @@ class Decorated(Experts):
         return out
 
 
-KINDS = [HitRows, HitNumbers, HitItem, Guard, RowLists, MaskGuard, MaskViewGuard]
+class Sorted(Experts):
+    """Rows in expert order; no token has chosen the second expert, or the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = 2 * self.chosen
+
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        counts = (self.chosen == torch.arange(4)).sum(0)
+        order = self.chosen[:, 0].argsort(stable=True)
+        return order, self.tokens[order], counts
+
+
+class SlicesByCounts(Sorted):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        order, rows, counts = self.in_order()
+        done, start = torch.zeros_like(rows), 0
+        for expert, count in enumerate(counts.tolist()):
+            end = start + count
+            if count == 0:
+                continue
+            current = rows[start:end]
+            done[start:end] = current @ self.w[expert]
+            start = end
+        return out.index_add(0, order, done)
+
+
+class SlicesByEnds(Sorted):
+    """As latent-moe has it."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        order, rows, counts = self.in_order()
+        ends, done, start = counts.cumsum(0).tolist(), torch.zeros_like(rows), 0
+        for expert, count in enumerate(counts.tolist()):
+            if not count:
+                continue
+            end = ends[expert]
+            done[start:end] = rows[start:end] @ self.w[expert]
+            start = end
+        return out.index_add(0, order, done)
+
+
+class SlicesByBounds(Sorted):
+    """As DeepSeek's inference code has it."""
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        order, _, counts = self.in_order()
+        ends = counts.cumsum(0).tolist()
+        for expert, end in enumerate(ends):
+            start = 0 if expert == 0 else ends[expert - 1]
+            if start == end:
+                continue
+            token = order[start:end]
+            done = self.tokens[token] @ self.w[expert]
+            out.scatter_add_(0, token.view(-1, 1).repeat(1, 3), done)
+        return out
+
+
+class SlicesByOffset(Sorted):
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        order, rows, counts = self.in_order()
+        offset = 0
+        for expert, count in enumerate(counts.tolist()):
+            if count > 0:
+                out[order[offset : offset + count]] = rows[offset : offset + count] @ self.w[expert]
+                offset += count
+        return out
+
+
+KINDS = [
+    SlicesByCounts,
+    SlicesByEnds,
+    SlicesByBounds,
+    SlicesByOffset,
+    HitRows,
+    HitNumbers,
+    HitItem,
+    Guard,
+    RowLists,
+    MaskGuard,
+    MaskViewGuard,
+]
 KINDS += [NumbersBehindGuard, Closure, Decorated]
 
 
@@ -190,6 +271,29 @@ def test_a_turn_for_every_expert(kind: type[Experts]) -> None:
     assert inspect.unwrap(type(module).forward).__code__.co_filename == __file__
     # All of the loop is straight-line code now.
     assert_captured(module, expected)
+
+
+class EndsApart(Sorted):
+    """Ends of experts without tokens are behind those before, and there may be less than no tokens."""
+
+    counts = (2, 0, 1, -2)
+
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        ends, start = (2, 3, 4, 2), 0
+        for expert, count in enumerate(self.counts):
+            if count <= 0:
+                continue
+            end = ends[expert]
+            out[start:end] += self.tokens[start:end] @ self.w[expert]
+            start = end
+        return out
+
+
+def test_a_turn_that_was_left_out_has_no_rows_wherever_they_would_end() -> None:
+    module = EndsApart()
+    expected = module(torch.zeros(6, 3))
+    assert make_loops_traceable(module, find_experts(module)[0]).places
+    assert torch.equal(module(torch.zeros(6, 3)), expected)
 
 
 class Binned(Experts):
@@ -243,6 +347,18 @@ LISTS = GUARDED.replace("out.", "rows = token.tolist()\n        out.").replace(
 COUNTS = """
 def forward(self, out):
     return out + torch.bincount(self.chosen[:, 0] + 3, minlength=4).sum()
+"""
+SLICES = """
+def forward(self, out):
+    order = self.chosen[:, 0].argsort(stable=True)
+    rows, done, start = self.tokens[order], torch.zeros(6, 3), 0
+    for expert, count in enumerate((self.chosen == torch.arange(4)).sum(0).tolist()):
+        if count == 0:
+            continue
+        end = start + count
+        done[start:end] = rows[start:end] @ self.w[expert]
+        start = end
+    return out.index_add(0, order, done)
 """
 
 # A loop, and what is another in it.
@@ -325,6 +441,17 @@ LEFT_ALONE = {
         "if expert < 2:\n            rows = token.tolist()\n        out = out + self.tokens[rows]\n        out.",
     ),
     "a list of numbers that nothing found": (LISTS, "token.tolist()", "self.chosen.tolist()"),
+    "slices that are counted": (SLICES, "end = start", "self.turns += 1\n        end = start"),
+    "slices of other bounds": (SLICES, "done[start:end]", "done[last:end]"),
+    "results of slices in a list": (
+        SLICES,
+        "done[start:end] = rows[start:end] @ self.w[expert]",
+        "done.append(rows[start:end] @ self.w[expert])",
+    ),
+    "the last end is used": (SLICES, "return out", "return end + out"),
+    "the next start is another": (SLICES, "start = end", "start = end + 1"),
+    "the end of rows below none": (SLICES, "if count == 0:", "if count <= 0 and self.training:"),
+    "a number has rows of another": (SLICES, "if count == 0:", "if expert == 0:"),
     "the loop's variable has another use": (HITS, "return out", "return out + expert"),
     "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),
 }
