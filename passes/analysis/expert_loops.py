@@ -157,19 +157,28 @@ def _find_turns(num_experts: int, picks: Sequence[Node]) -> tuple[list[Turn], in
         if len(own) != repeats:
             raise Refused(f"expert {expert} has {len(own)} turns, expert 0 has {repeats}", fix=_ALIKE)
     turns = [turn for own in of_each for turn in own]
-    # A node that is the same in every turn is no rows.
+    # A node that is the same in every turn is no rows, unless every expert gets the same.
     shared = set.intersection(*(set(turn.entries) for turn in turns))
+    if all(shared.issuperset(turn.entries) for turn in turns):
+        shared -= _rows_of_products(turns[0])
     turns = [replace(t, entries=tuple(n for n in t.entries if n not in shared)) for t in turns]
     _check_alike(turns, repeats)
     first = turns[0]
     if not first.entries:
-        raise Refused("every expert gets the same rows")
+        raise Refused("an expert gets no rows")
     for turn in turns:
         if len({_num_rows(entry, turn.depth) for entry in turn.entries}) != 1:
             raise Refused("values with different numbers of rows flow into a turn")
     _check_forms(first)
     _check_rows_apart(first)
     return turns, repeats
+
+
+def _rows_of_products(turn: Turn) -> set[Node]:
+    """Return what flows into a turn's products with matrices as rows."""
+    views = set(turn.views)
+    products = [node for node in anchors_of(turn) if matrix_operand(node, views) in ("product", "linear")]
+    return {operands(node)[0] for node in products} & set(turn.entries)
 
 
 def _with_weights(turns: Sequence[Turn], repeats: int) -> list[Turn]:

@@ -15,8 +15,9 @@ The rows are then sorted by expert, which is what exchange_rows needs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 
 import torch
 from torch.fx import GraphModule, Node
@@ -46,6 +47,8 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         try:
             loops = find_loops(facts, gathers, by_node=context.dispatch == "nodes" and context.nodes > 1)
+            for loop in loops:
+                _check_that_rows_are_less(loop, gathers, context)
         except Refused as reason:
             why = f"loop over experts: {reason}"
             skipped.append(skip_of(context.name(layer), reason, *gathers[0].users, reason=why))
@@ -55,6 +58,22 @@ def group_expert_loops(gm: GraphModule, context: PassContext) -> Outcome:
             _group(facts, Loop.of(loop.turns, loop.repeats))
         rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _check_that_rows_are_less(loop: Loop, gathers: Sequence[Node], context: PassContext) -> None:
+    """Raise :class:`Refused` where every expert gets the same rows, and these are more than the experts.
+
+    Rows travel there and back, in the forward and in the backward; experts in the forward, and their gradients.
+    """
+    first, other = loop.turns[0], loop.turns[-1]
+    if first.entries != other.entries or context.world_size == 1:
+        return
+    row = sum(int(shape_of(node)[-1]) for node in (*first.entries, first.exit))
+    expert = sum(prod(map(int, shape_of(gather)[1:])) for gather in gathers)
+    if context.tokens * row > expert:
+        raise Refused(
+            f"every expert gets the same {context.tokens} rows, which take longer to travel than the experts do"
+        )
 
 
 def _group(facts: GraphFacts, loop: Loop) -> None:

@@ -93,6 +93,32 @@ def test_several_calls_and_turns_of_each_expert(calls: int, turns: int, in_place
     assert targets(gm).count("route.default") == calls and targets(gm).count("place.default") == 1
 
 
+def test_the_same_rows_travel_where_they_are_less_than_the_experts(g: GraphUnderTest) -> None:
+    few = (2 * H * I) // (2 * H)
+    gm = same_rows(g, (R,))
+    outcome = leaves_alone(group_expert_loops, g, gm, world_size=2, tokens=few + 1)
+    assert f"the same {few + 1} rows, which take longer" in outcome.skipped[0].reason
+    assert apply(group_expert_loops, g, gm, world_size=2, tokens=few).rewritten == 1
+
+
+@pytest.mark.parametrize("lead", [(R,), (2, 3)])
+def test_the_same_rows_for_every_expert(lead: tuple[int, ...], g: GraphUnderTest) -> None:
+    gm = same_rows(g, lead)
+    assert apply(group_expert_loops, g, gm).rewritten == 1
+    assert apply(exchange_rows, g, gm, world_size=2).rewritten == 1
+
+
+def same_rows(g: GraphUnderTest, lead: tuple[int, ...]) -> GraphModule:
+    """All experts compute on all tokens, and their results are stacked."""
+    hidden, w_in, w_out = g.input(torch.randn(*lead, H)), g.experts(H, I), g.experts(I, H)
+    outs = []
+    for expert in range(E):
+        h = g.call(operator.matmul, hidden, g.call(operator.getitem, w_in, expert))
+        h = g.call(operator.mul, g.call(torch.nn.functional.silu, h), 2.0)
+        outs.append(g.call(operator.matmul, h, g.call(operator.getitem, w_out, expert)))
+    return g.finish(g.call(torch.stack, outs))
+
+
 def chunks(g: GraphUnderTest, between: Callable[[Node], Node], *, lead: tuple[int, ...] = (1,)) -> GraphModule:
     """Capacities of all experts in one tensor, as DeepSpeed has them: ``[*lead, n, H]`` for each."""
     hidden, w_in, w_out, bias = g.input(torch.randn(*lead, R, H)), g.experts(H, 2 * I), g.experts(H, I), g.experts(H)
