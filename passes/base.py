@@ -32,8 +32,9 @@ class PassContext:
             pay.
         room_percent: for so many percent of its own rows a rank has room; 0 for any number, which then comes in the
             sizes of tensors. Rows travel each by itself and in one part.
-        tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where nothing travels
-            beside compute. For predictions that all ranks must make alike.
+        tokens: of a rank in one step, the fewest of all ranks when they first compiled; 0 where they are not known.
+            For predictions that all ranks must make alike.
+        overlaps: transfers and compute go on beside each other; not where gloo copies with the cores that compute.
         rematerialize: gather experts again in the backward.
         prefetch_bytes: most bytes of parameters and of gradients under way beside the compute; None for twice
             the largest transfer.
@@ -54,6 +55,7 @@ class PassContext:
     dispatch: RowDispatch = "rows"
     room_percent: int = 0
     tokens: int = 0
+    overlaps: bool = True
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     owned: int = 1

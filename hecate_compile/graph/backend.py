@@ -32,7 +32,7 @@ from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
 from hecate.runtime.state.layer import Layer, Relaying
-from hecate.runtime.state.overlap_window import fewest_tokens, predict_hidden
+from hecate.runtime.state.overlap_window import fewest_tokens, overlaps, predict_hidden
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.graph_breaks import break_near, places_around, places_in
@@ -160,8 +160,8 @@ class Backend:
         self._number += 1
         comparing = self.communicates and mode is not None and mode.first
         if number == 0 and comparing and self.world.size > 1:
-            self._tokens = fewest_tokens(_tokens(gm), self.placer.rates, self.world)
-            if self.config.rates is None and self._tokens:
+            self._tokens = fewest_tokens(_tokens(gm), self.world)
+            if self.config.rates is None and overlaps(self.placer.rates, self.world):
                 rates = predict_hidden(
                     self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
                 )
@@ -258,6 +258,7 @@ class Backend:
             dispatch=config.dispatch if relays else "rows",
             room_percent=room_percent,
             tokens=self._tokens,
+            overlaps=overlaps(self.placer.rates, self.world),
             rematerialize=self.config.rematerialize,
             prefetch_bytes=self.config.prefetch_bytes,
             owned=-(-experts // size),
@@ -292,7 +293,10 @@ def _with_break(skip: Skip) -> Skip:
 
 
 def _tokens(gm: GraphModule) -> int:
-    """Return the tokens of the batch: two leading sizes of the largest input of ids, or else of another input."""
+    """Return the tokens of the batch: two leading sizes of the largest input of ids, or else of another input.
+
+    The last size of rows is their width.
+    """
     ids, others = [0], [0]
     facts = GraphFacts(gm.graph)
     for node in gm.graph.nodes:
@@ -302,6 +306,7 @@ def _tokens(gm: GraphModule) -> int:
         # The others are parameters, buffers and attributes of the model.
         given = not facts.same_on_all_ranks(node) and not (source is not None and is_of_model(source.name))
         if given and isinstance(value, torch.Tensor):
-            count = math.prod(size_hint(size) for size in value.shape[:2])
+            leading = value.shape[:2] if value.ndim > 2 or not value.is_floating_point() else value.shape[:1]
+            count = math.prod(size_hint(size) for size in leading)
             (others if value.is_floating_point() else ids).append(count)
     return max(ids) or max(others)

@@ -71,7 +71,8 @@ def _choose_node_rows(facts: GraphFacts, region: Region, context: PassContext) -
             raise Refused("all ranks are on one node")
         return prove_node_rows(facts, region)
     # Replicas keep most rows in their node, and the planner counts on single rows between nodes.
-    if context.replicates or context.nodes == 1 or not context.tokens or context.chunks not in ("auto", 1):
+    predicted = context.tokens and context.overlaps and context.chunks in ("auto", 1)
+    if context.replicates or context.nodes == 1 or not predicted:
         return None
     try:
         found = prove_node_rows(facts, region)
@@ -132,7 +133,7 @@ def _chunks_of(region: Region, context: PassContext) -> int:
     if context.chunks != "auto":
         return context.chunks
     size = _row_size(region)
-    if not context.tokens or size is None:
+    if not context.tokens or not context.overlaps or size is None:
         return 1
     # This counts one row for each token.
     exchange = context.tokens * size.bytes * (context.world_size - 1) / context.world_size / context.link_bytes

@@ -30,11 +30,13 @@ from hecate.runtime.state.step_mode import StepMode
 _FIRST, _LAST, _ENOUGH = 3, 20, 3
 
 
-def fewest_tokens(tokens: int, rates: Rates, world: World) -> int:
-    """Return the fewest ``tokens`` that a rank has in a step, 0 where nothing hides a transfer; a collective."""
-    # On one machine without a GPU gloo copies with the cores that compute.
-    if world.device.type == "cpu" and rates.node_bytes >= NO_LINK:
-        return 0
+def overlaps(rates: Rates, world: World) -> bool:
+    """Return whether compute can hide a transfer: on one machine without a GPU gloo copies with the same cores."""
+    return world.device.type != "cpu" or rates.node_bytes < NO_LINK
+
+
+def fewest_tokens(tokens: int, world: World) -> int:
+    """Return the fewest ``tokens`` that a rank has in a step; a collective."""
     fewest = torch.tensor(tokens, device=world.control_device)
     collectives.all_reduce(fewest, world, dist.ReduceOp.MIN)
     return int(fewest)

@@ -15,7 +15,7 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.topology import Topology
-from hecate.runtime.state.overlap_window import fewest_tokens, measure_hidden, predict_hidden
+from hecate.runtime.state.overlap_window import fewest_tokens, measure_hidden, overlaps, predict_hidden
 from tests.support.extent import ALL
 from tests.support.models import batch, build
 from tests.support.ranks import run_ranks
@@ -28,11 +28,11 @@ def test_the_rank_with_fewest_tokens_counts() -> None:
     one_machine = replace(rates, node_bytes=NO_LINK)
 
     def check(world: World) -> None:
-        found = predict_hidden(fewest_tokens(100 + world.rank, rates, world), 5000, 2, rates)
+        found = predict_hidden(fewest_tokens(100 + world.rank, world), 5000, 2, rates)
         # 100 tokens, 2,500 elements between two layers, an operation each for multiply and add, three times.
         assert found.hidden_seconds == 3 * 2 * 100 * 2500 / 1e9
         assert (found.flops, found.node_bytes) == (rates.flops, rates.node_bytes)
-        assert fewest_tokens(100, one_machine, world) == 0
+        assert overlaps(rates, world) and not overlaps(one_machine, world)
         assert predict_hidden(0, 5000, 2, one_machine) == one_machine
 
     on_threads(check)
