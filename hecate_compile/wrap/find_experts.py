@@ -117,6 +117,9 @@ def find_experts(
     by_router = [one for one in found if one.members and one.sign.startswith("the router")]
     layers = [one for one in by_router if any(other.name.startswith(f"{one.name}.") for other in found)]
     found = [one for one in found if one not in layers]
+    # A module around a list of experts is a router, also if it has a matrix for each of them.
+    lists = [one for one in found if one.members] if patterns is None else []
+    found = [one for one in found if one.members or not any(_is_around(one, other) for other in lists)]
     unmatched = [p for p in patterns or () if not any(fnmatch(experts.name, p) for experts in found)]
     if not found or unmatched:
         raise NoExpertsError(
@@ -124,6 +127,10 @@ def find_experts(
         )
     _check_shared(found)
     return found, passed_over
+
+
+def _is_around(one: ExpertsModule, other: ExpertsModule) -> bool:
+    return other.name.startswith(f"{one.name}.".lstrip(".")) and one.num_experts == other.num_experts
 
 
 def _listed_experts(

@@ -57,6 +57,23 @@ def test_a_router_beside_a_list_is_a_sign() -> None:
     assert found.sign == "the router gate.weight [4, 8]" and passed_over == []
 
 
+class SlottedMoE(nn.Module):
+    """A router with slots ``[E, s, d]`` around a list of experts, as soft-moe-pytorch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(4, 2, 8))
+        self.experts = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
+
+
+def test_a_matrix_for_each_of_a_list_of_experts_is_a_routers() -> None:
+    model = nn.ModuleDict({"moe": SlottedMoE()})
+    (found,), _ = find_experts(model)
+    assert found.name == "moe.experts.experts"
+    (named,), _ = find_experts(model, ["moe"])
+    assert named.parameters == ("slots",)
+
+
 class GatedLayers(nn.Module):
     """As many layers as their gate has lines, each with experts."""
 
