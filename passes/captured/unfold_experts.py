@@ -46,12 +46,12 @@ def unfold_experts(gm: GraphModule, context: PassContext) -> Outcome:
 
 def _views(gather: Node) -> Iterator[tuple[Node, int | None]]:
     """Yield what has the values of a gather in their order: those of all experts, or with its number those of one."""
-    num_experts = shape_of(gather)[0]
+    num_experts, dtype = shape_of(gather)[0], value_of(gather).dtype
     waiting: list[tuple[Node, int | None]] = [(gather, None)]
     while waiting:
         source, expert = waiting.pop()
         for user in source.users:
-            if user.args[:1] != (source,):
+            if user.args[:1] != (source,) or getattr(value_of(user), "dtype", dtype) != dtype:
                 continue
             only = expert is not None and is_getitem(user) and user.args[1] == 0 and shape_of(source)[0] == 1
             if named(user, *_VIEWS) or only:
@@ -60,7 +60,8 @@ def _views(gather: Node) -> Iterator[tuple[Node, int | None]]:
                 waiting += [(piece, int(arg(piece, 1))) for piece in user.users if is_getitem(piece)]
             elif expert is None and is_getitem(user) and source is not gather and isinstance(user.args[1], slice):
                 rows, own = user.args[1], shape_of(source)[0] // num_experts
-                if type(rows.start) is int and shape_of(user)[0] == own and not rows.start % own:
+                whole = type(rows.start) is int and rows.step in (None, 1) and not rows.start % own
+                if whole and shape_of(user)[0] == own:
                     waiting.append((user, rows.start // own))
         if source is not gather:
             yield source, expert

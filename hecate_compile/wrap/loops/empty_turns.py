@@ -59,6 +59,8 @@ class Rows:
         # Numbers of rows by name, and pairs of bounds that are so far apart.
         self._numbers: dict[str, int] = {}
         self._bounds: dict[frozenset[str], int] = {}
+        # The loop's guard leaves out turns whose number is below 0, too.
+        self._negative = False
         self._empty: set[int] = set()
 
     def has(self, index: ast.expr) -> bool:
@@ -178,11 +180,12 @@ class Rows:
     def starts_from(self, guard: Guard) -> bool:
         """Take the names that are empty where a guard says so; return False if that is not known to be of rows."""
         self._empty = {group} if (group := self._group_of(guard)) is not None else set()
+        self._negative = guard.negative
         return bool(self._empty)
 
     def answers(self, guard: Guard) -> bool:
         """Return whether a guard asks what another one has asked."""
-        return self._group_of(guard) in self._empty
+        return self._group_of(guard) in self._empty and guard.negative <= self._negative
 
     def _group_of(self, guard: Guard) -> int | None:
         if guard.kind == "number":

@@ -64,6 +64,7 @@ def test_one_expert_is_read(spelling: Spelling, g: GraphUnderTest) -> None:
         pytest.param(lambda g, w: g.parts(g.method("chunk", w, 4, 1), 4), id="columns"),
         pytest.param(lambda g, w: [g.call(operator.getitem, w, slice(1, I + 1))], id="rows of two"),
         pytest.param(lambda g, w: [g.call(operator.getitem, w, 0)], id="one row"),
+        pytest.param(lambda g, w: [g.call(operator.getitem, w, slice(0, 2 * I, 2))], id="every other row"),
         pytest.param(lambda g, w: [g.method("view", w, I, E, H)], id="other sizes"),
     ],
 )
