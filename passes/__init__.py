@@ -26,6 +26,7 @@ from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.keep_plans import keep_plans
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
 from hecate.passes.captured.share_gathers import share_gathers
+from hecate.passes.captured.sort_lookups import sort_lookups
 from hecate.passes.captured.unfold_experts import unfold_experts
 from hecate.passes.eager.note_row_reads import note_row_reads
 from hecate.passes.eager.select_rows import select_rows
@@ -67,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
     functionalize_rows,   # out.add_(b) -> out = out + b
     group_expert_loops,   # a loop over experts -> grouped matmuls
     flatten_batches,      # bmm and einsum over experts -> grouped matmuls
+    sort_lookups,         # einsums with w[ids] for every token -> grouped matmuls of sorted rows
     normalize_matmuls,    # three spellings of a grouped matmul -> one
     exchange_rows,        # gather all experts -> exchange tokens with their owners
     bucket_gradients,     # one all-reduce per dense parameter -> one per bucket

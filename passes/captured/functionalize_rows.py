@@ -22,7 +22,7 @@ from hecate.passes.analysis.torch_values import (
     value_of,
 )
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import computed_from, describe, skip_of
+from hecate.passes.fx import computed_from, describe, is_getitem, skip_of
 
 _PLAIN: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -59,6 +59,8 @@ def functionalize_rows(gm: GraphModule, context: PassContext) -> Outcome:
 def _results(gm: GraphModule) -> list[Node]:
     """Return the nodes that compute with gathered experts and other values, and are no views of either."""
     views = computed_from(gather for gathers in gathers_by_layer(gm.graph).values() for gather in gathers)
+    # What is looked up for every row is of experts, too.
+    views |= {user for view in views for user in view.users if is_getitem(user)}
     users = sorted({user for view in views for user in view.users if user not in views and mutates(user) is None})
     return [node for node in users if storage_of(node) not in {None, *map(storage_of, node.all_input_nodes)}]
 

@@ -3,7 +3,7 @@
     rank0/index.html
     rank0/make_loops_traceable.diff          what was changed in the model's code, if anything was
     rank0/graph0/00_model.py                 what Dynamo captured
-    rank0/graph0/12_exchange_rows.py, .diff  what a pass made of it, where it changed something
+    rank0/graph0/14_exchange_rows.py, .diff  what a pass made of it, where it changed something
     rank0/graph0/joint/, forward/, backward/ the same after autograd
     rank0/graph0/schedule.txt                what travels, behind how much compute
     rank0/graph0/layer_before.svg, layer_after.svg

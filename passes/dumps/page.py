@@ -50,7 +50,7 @@ class Step:
 
     @property
     def title(self) -> str:
-        """Name of the step, such as ``11_exchange_rows``."""
+        """Name of the step, such as ``14_exchange_rows``."""
         return f"{self.index:02}_{self.name}"
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, silu
 
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.adversaries import Anything
 from tests.support.extent import ALL
-from tests.support.models import PlainLanguageModel, batch
+from tests.support.models import PlainLanguageModel, PlainMoE, batch
 from tests.support.parity import state_error, train_both
 from tests.support.ranks import run_ranks
 
@@ -97,12 +97,53 @@ class Capacities(ListMoE):
         return torch.einsum("sec,ecm->sm", combine, done.reshape(experts, capacity, -1)).view_as(hidden)
 
 
-STYLES = [AddedByNumber, MaskOfAllExperts, GuardedByView, NumbersBehindGuard, Capacities]
+class Slices(ListMoE):
+    """Slices of sorted rows by counts, as in latent-moe."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        rows, start = tokens[order // self.choices], 0
+        done = torch.empty_like(rows)
+        for number, count in enumerate(torch.bincount(flat, minlength=len(self.experts)).tolist()):
+            if count == 0:
+                continue
+            end = start + count
+            done[start:end] = self.experts[number](rows[start:end])
+            start = end
+        done = done * weights.reshape(-1)[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // self.choices, done).view_as(hidden)
+
+
+class AllOfThem(ListMoE):
+    """Every expert computes every token, as in sparrow-mlp."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.choose(hidden)
+        gates = torch.zeros_like(self.router(hidden)).scatter(-1, chosen, weights)
+        return sum(expert(hidden) * gates[..., n, None] for n, expert in enumerate(self.experts))
+
+
+class LookedUp(PlainMoE):
+    """Matrices looked up for every token, as in gpt-fast and gpt-oss."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.choose(tokens)
+        h = silu(torch.einsum("td,tkdf->tkf", tokens, self.w_in[chosen]))
+        h = torch.einsum("tkf,tkfd->tkd", h, self.w_out[chosen, ...])
+        h += self.b_out[chosen]
+        return torch.einsum("tkd,tk->td", h, weights).view_as(hidden)
+
+
+STYLES = [AddedByNumber, MaskOfAllExperts, GuardedByView, NumbersBehindGuard, Capacities, Slices, AllOfThem, LookedUp]
 # They ask how many tokens there are: another number is another graph.
 OF_LENGTHS = STYLES if ALL else [NumbersBehindGuard, Capacities]
 
 
-def train(kind: type[ListMoE]) -> dict[str, Any]:
+def train(kind: type[PlainMoE]) -> dict[str, Any]:
     models = []
     for _ in range(2):
         torch.manual_seed(0)

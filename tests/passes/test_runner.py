@@ -59,20 +59,20 @@ def test_dump_has_what_changed_in_run_order(tmp_path: Path) -> None:
     found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert found == [
         "graph3/00_model.py",
-        "graph3/12_exchange_rows.diff",
-        "graph3/12_exchange_rows.py",
+        "graph3/14_exchange_rows.diff",
+        "graph3/14_exchange_rows.py",
         "graph3/layer_after.svg",
         "graph3/layer_before.svg",
         "index.html",
     ]
     assert "exchange_back" not in (tmp_path / "graph3/00_model.py").read_text()
-    diff = (tmp_path / "graph3/12_exchange_rows.diff").read_text()
+    diff = (tmp_path / "graph3/14_exchange_rows.diff").read_text()
     assert re.search(r"(?m)^\+    results_L0: .*exchange_back.*  # exchange_rows, L0$", diff)
 
 
 def test_every_node_of_a_dump_has_a_shape_and_it_is_python(tmp_path: Path) -> None:
     dumped(tmp_path)
-    text = (tmp_path / "graph3/12_exchange_rows.py").read_text()
+    text = (tmp_path / "graph3/14_exchange_rows.py").read_text()
     ast.parse(text)
     calls = [line for line in text.splitlines() if line.startswith("    ") and " = " in line]
     assert len(calls) > 20
