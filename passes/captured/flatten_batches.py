@@ -21,19 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.cells import Cells
+from hecate.passes.analysis.rowwise import Kind
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import (
     Builder,
     arg,
-    between,
     calls,
     computed_from,
-    copy_place,
     describe,
     erase_unused,
-    exits_of,
     skip_of,
     take_place,
 )
@@ -47,45 +45,26 @@ def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
         num_experts = int(arg(gathers[0], 1))
         try:
             _spell_einsum_as_bmm(gathers, num_experts)
-            batch = _find(GraphFacts(gm.graph), gathers, num_experts)
+            cells = _find(GraphFacts(gm.graph), gathers, num_experts)
         except Refused as reason:
             why = f"batched products: {reason}"
             skipped.append(skip_of(context.name(layer), reason, *gathers, reason=why))
             continue
-        if batch is not None:
-            _rewrite(batch)
+        if cells is not None:
+            _rewrite(cells, num_experts)
             rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """The batched computation of one layer, on ``[E, C, ...]``.
+def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> Cells | None:
+    """Find the batched products of one layer, on ``[E, C, ...]``, and check them; None if it has none.
 
-    Attributes:
-        views: nodes that are computed from the parameters alone.
-        products: batched products of rows ``[E, C, d]`` with views ``[E, d, f]``.
-        biases: views ``[E, 1, ...]`` that meet rows.
-        entries: row tensors ``[E, C, ...]`` that flow in; the first dimension may be 1, for the same rows.
-        body: products and the nodes between them, in graph order.
-        exits: row tensors that flow out.
+    Entries may have a first dimension of 1, for the same rows. Raises Refused.
     """
-
-    num_experts: int
-    views: frozenset[Node]
-    products: frozenset[Node]
-    biases: tuple[Node, ...]
-    entries: tuple[Node, ...]
-    body: tuple[Node, ...]
-    exits: tuple[Node, ...]
-
-
-def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batch | None:
-    """Find the batched products of one layer and check them; None if it has none. Raises Refused."""
     views = computed_from(gathers)
     users = {user for view in views for user in view.users if user not in views}
     products = {
-        node
+        node: arg(node, 0)
         for node in users
         if named(node, "bmm", "matmul")
         and arg(node, 1) in views
@@ -96,84 +75,52 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> _Batc
     biases = {
         view for view in views if shape_of(view)[:2] == (num_experts, 1) and any(u in users for u in view.users)
     }
-    # A bias may follow the last product.
-    anchors = products | {node for node in users if any(source in biases for source in node.all_input_nodes)}
-    inside = anchors | between(anchors, anchors)
-    body = tuple(sorted(inside))
-    outside = dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in views)
-    entries = tuple(s for s in outside if any(s is arg(p, 0) for p in products))
-    exits = tuple(exits_of(inside))
-    facts.refuse_changes_of((*outside, *body), until=body[-1])
-    facts.refuse_autocast()
-    facts.refuse_mixed_modes(inside, "in it")
-    # All of it is computed behind the last entry.
-    last = max((*entries, *(bias for bias in biases if any(user in inside for user in bias.users))))
-    if any(user < last for exit in exits for user in exit.users if user not in inside):
-        raise Refused("a result is used before everything that it is computed with is known")
-    if len({str(shape_of(entry)[1]) for entry in entries}) != 1:
+    cells = Cells.find(facts, products, biases, views)
+    if len({str(shape_of(entry)[1]) for entry in cells.entries}) != 1:
         raise Refused("products of different numbers of rows")
-    for entry in entries:
+    for entry in cells.entries:
         if shape_of(entry)[0] not in (1, num_experts):
             raise Refused(f"{describe(entry)} is not [{num_experts}, C, d]", entry)
-    if any(isinstance(size, torch.SymInt) for node in exits for size in shape_of(node)[2:]):
+    if any(isinstance(size, torch.SymInt) for node in cells.exits for size in shape_of(node)[2:]):
         raise Refused("a width of its result is not known")
-    # A product's result is one more input for the check: [E, C, f] whatever came in.
-    checked = [node for node in body if node not in products]
-    given = dict.fromkeys(biases, Kind.SLOTS) | dict.fromkeys((*entries, *products), Kind.CELLS)
-    needed = [*exits, *(arg(product, 0) for product in products if arg(product, 0) in inside)]
-    wanted = [node for node in dict.fromkeys(needed) if node not in products]
-    if wanted:
-        check_rowwise(checked, given, dict.fromkeys(wanted, Kind.CELLS))
-    return _Batch(
-        num_experts=num_experts,
-        views=frozenset(views),
-        products=frozenset(products),
-        biases=tuple(sorted(b for b in biases if any(u in inside for u in b.users))),
-        entries=entries,
-        body=body,
-        exits=exits,
-    )
+    cells.check_apart(Kind.CELLS, dict.fromkeys(biases, Kind.SLOTS) | dict.fromkeys(cells.entries, Kind.CELLS))
+    return cells
 
 
-def _rewrite(batch: _Batch) -> None:
-    graph, new = batch.body[0].graph, dict[Node, Node]()
+def _rewrite(cells: Cells, num_experts: int) -> None:
+    graph, new = cells.body[0].graph, dict[Node, Node]()
     # Step 1: rows of all experts in expert order, and where each expert's end.
-    first = batch.entries[0]
-    here = Builder(graph, after=max(first, *batch.biases) if batch.biases else first)
-    sizes = [here.method("size", first, 1)] * batch.num_experts
+    first = cells.entries[0]
+    here = Builder(graph, after=max((first, *cells.vectors)))
+    sizes = [here.method("size", first, 1)] * num_experts
     offsets = here.call(torch.ops.hecate.sizes_to_offsets.default, sizes, first)
-    for entry in batch.entries:
+    for entry in cells.entries:
         here = Builder(graph, after=max(entry, here.last))
         whole = entry
-        if shape_of(entry)[0] != batch.num_experts:
-            whole = here.method("expand", entry, batch.num_experts, -1, -1)
+        if shape_of(entry)[0] != num_experts:
+            whole = here.method("expand", entry, num_experts, -1, -1)
         new[entry] = here.method("unsqueeze", here.method("flatten", whole, 0, 1), 1)
     # Step 2: biases by the expert of each row.
-    if batch.biases:
+    if cells.vectors:
         ids = here.call(torch.ops.hecate.row_slots.default, offsets, here.method("size", new[first], 0))
-        for bias in batch.biases:
+        for bias in cells.vectors:
             new[bias] = here.call(operator.getitem, bias, ids)
-    # Step 3: the body on rows, each node where it was.
-    last = here.last
-    for node in batch.body:
-        here = Builder(graph, after=max(node, last))
-        if node in batch.products:
-            x, w = arg(node, 0), arg(node, 1)
-            rows = here.method("squeeze", new[x], 1)
-            product = here.call(torch.ops.hecate.grouped_mm.default, rows, w, offsets, True)
-            new[node] = here.method("unsqueeze", product, 1)
-        else:
-            new[node] = here.copy(node, new)
-        copy_place(node, new[node])
-        last = here.last
+
+    # Step 3: the body on rows.
+    def multiply(here: Builder, node: Node) -> Node:
+        rows = here.method("squeeze", new[arg(node, 0)], 1)
+        product = here.call(torch.ops.hecate.grouped_mm.default, rows, arg(node, 1), offsets, True)
+        return here.method("unsqueeze", product, 1)
+
+    cells.write(new, here.last, multiply)
     # Step 4: results have their two dimensions again; the old body goes.
-    inside = set(batch.body)
-    for exit in batch.exits:
+    inside = set(cells.body)
+    for exit in cells.exits:
         here = Builder(graph, after=new[exit])
         size = here.method("size", first, 1)
-        result = here.method("reshape", new[exit], batch.num_experts, size, *shape_of(exit)[2:])
+        result = here.method("reshape", new[exit], num_experts, size, *shape_of(exit)[2:])
         take_place(exit, result, unless=inside.__contains__)
-    erase_unused(batch.body)
+    erase_unused(cells.body)
 
 
 def _spell_einsum_as_bmm(gathers: Sequence[Node], num_experts: int) -> None:

@@ -20,20 +20,18 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from hecate.passes.analysis.cells import Cells
 from hecate.passes.analysis.expert_numbers import bound_of
-from hecate.passes.analysis.rowwise import Kind, check_rowwise
+from hecate.passes.analysis.rowwise import Kind
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import (
     Builder,
     arg,
-    between,
     calls,
     computed_from,
-    copy_place,
     describe,
     erase_unused,
-    exits_of,
     is_getitem,
     skip_of,
     take_place,
@@ -51,7 +49,7 @@ def sort_lookups(gm: GraphModule, context: PassContext) -> Outcome:
             skipped.append(skip_of(context.name(layer), reason, *gathers, reason=why))
             continue
         if looked_up is not None:
-            _rewrite(looked_up)
+            _rewrite(looked_up, int(arg(gathers[0], 1)))
             rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
@@ -67,24 +65,11 @@ class _Product:
 
 @dataclass(frozen=True, kw_only=True)
 class _LookedUp:
-    """The computation of one layer, on ``[T, k, ...]`` or ``[R, ...]``.
+    """The computation of one layer, on ``[T, k, ...]`` or ``[R, ...]``, and its experts' numbers in these dimensions."""
 
-    Attributes:
-        ids: expert numbers, ``[T, k]`` or ``[R]``.
-        vectors: lookups ``b[ids]`` that meet rows.
-        products: einsums, by node.
-        entries: row tensors that flow in: for each number, or ``[T, d]`` for all choices of a token.
-        body: products and the nodes between them, in graph order.
-        exits: row tensors that flow out.
-    """
-
-    num_experts: int
     ids: Node
-    vectors: tuple[Node, ...]
     products: dict[Node, _Product]
-    entries: tuple[Node, ...]
-    body: tuple[Node, ...]
-    exits: tuple[Node, ...]
+    cells: Cells
 
 
 def _find(facts: GraphFacts, gathers: Sequence[Node]) -> _LookedUp | None:
@@ -99,37 +84,18 @@ def _find(facts: GraphFacts, gathers: Sequence[Node]) -> _LookedUp | None:
     }
     if not products:
         return None
-    num_experts = int(arg(gathers[0], 1))
     ids, *others = dict.fromkeys(lookups.values())
     if others:
         raise Refused(f"by two different numbers, {describe(ids)} and {describe(others[0])}", others[0])
     bound = bound_of(ids)
-    if bound is None or bound > num_experts:
+    if bound is None or bound > arg(gathers[0], 1):
         raise Refused(f"cannot tell that {describe(ids)} are numbers of experts, from a topk or argmax", ids)
-    matrices = {product.matrix for product in products.values()}
-    vectors = tuple(sorted(lookup for lookup in lookups if lookup not in matrices))
-    anchors = {*products, *(user for vector in vectors for user in vector.users)}
-    inside = anchors | between(anchors, anchors)
-    body = tuple(sorted(inside))
-    outside = dict.fromkeys(s for n in body for s in n.all_input_nodes if s not in inside and s not in lookups)
-    rows = dict.fromkeys(product.rows for product in products.values())
-    entries, exits = tuple(s for s in outside if s in rows), tuple(exits_of(inside))
-    facts.refuse_changes_of((*outside, *body, ids), until=body[-1])
-    facts.refuse_autocast()
-    facts.refuse_mixed_modes(inside, "in it")
-    if not entries or max(*entries, *vectors, ids) > min(
-        user for exit in exits for user in exit.users if user not in inside
-    ):
-        raise Refused("a result is used before everything that it is computed with is known")
-    made = [node for node in dict.fromkeys((*exits, *rows)) if node in inside and node not in products]
-    if made:
-        checked = [node for node in body if node not in products]
-        depth = len(shape_of(ids))
-        given = dict.fromkeys((*products, *vectors, *(e for e in entries if _has_all(e, ids))), Kind.ROWS)
-        check_rowwise(checked, given, dict.fromkeys(made, Kind.ROWS), depth=depth)
-    return _LookedUp(
-        num_experts=num_experts, ids=ids, vectors=vectors, products=products, entries=entries, body=body, exits=exits
-    )
+    vectors = [lookup for lookup in lookups if all(lookup is not product.matrix for product in products.values())]
+    rows = {node: product.rows for node, product in products.items()}
+    cells = Cells.find(facts, rows, vectors, lookups, ids)
+    of_each = [entry for entry in cells.entries if _has_all(entry, ids)]
+    cells.check_apart(Kind.ROWS, dict.fromkeys((*cells.vectors, *of_each), Kind.ROWS), depth=len(shape_of(ids)))
+    return _LookedUp(ids=ids, products=products, cells=cells)
 
 
 def _numbers_of(node: Node, slot: Node) -> Node | None:
@@ -168,56 +134,48 @@ def _has_all(entry: Node, ids: Node) -> bool:
     return len(shape_of(entry)) == len(shape_of(ids)) + 1
 
 
-def _rewrite(found: _LookedUp) -> None:
-    graph, new, ids = found.body[0].graph, dict[Node, Node](), found.ids
-    depth = len(shape_of(ids))
+def _rewrite(found: _LookedUp, num_experts: int) -> None:
+    cells, ids, new = found.cells, found.ids, dict[Node, Node]()
+    graph, depth = ids.graph, len(shape_of(ids))
 
     def in_front(here: Builder, rows: Node) -> Node:
         """Write rows ``[R, d]`` as ``[R, 1, d]``, where calls mean the dimensions of ``[T, k, d]``."""
         return here.method("unsqueeze", rows, 1) if depth == 2 else rows
 
     # Step 1: rows of all experts in expert order, and where each expert's end.
-    here = Builder(graph, after=max((ids, *found.entries, *found.vectors)))
-    flat = here.method("reshape", ids, -1)
-    order = here.call(torch.sort, flat, stable=True)
-    numbers, order = here.parts(order, 2)
+    here = Builder(graph, after=cells.last)
+    numbers, order = here.parts(here.call(torch.sort, here.method("reshape", ids, -1), stable=True), 2)
     inverse = here.call(torch.argsort, order)
-    every = here.call(torch.arange, found.num_experts, device=value_of(ids).device)
+    every = here.call(torch.arange, num_experts, device=value_of(ids).device)
     offsets = here.call(torch.searchsorted, numbers, every, right=True, out_int32=True)
-    for entry in found.entries:
-        if depth == 1 or _has_all(entry, ids):
+    for entry in cells.entries:
+        if _has_all(entry, ids):
             rows = here.call(operator.getitem, here.method("flatten", entry, 0, depth - 1), order)
         else:
             token = here.call(operator.floordiv, order, here.method("size", ids, -1))
             rows = here.call(operator.getitem, entry, token)
         new[entry] = in_front(here, rows)
     # Step 2: vectors by the expert of each row.
-    if found.vectors:
+    if cells.vectors:
         slots = here.call(torch.ops.hecate.row_slots.default, offsets, here.method("size", order, 0))
-        for vector in found.vectors:
+        for vector in cells.vectors:
             new[vector] = in_front(here, here.call(operator.getitem, arg(vector, 0), slots))
-    # Step 3: the body on rows, each node where it was.
-    last = here.last
-    for node in found.body:
-        here = Builder(graph, after=max(node, last))
-        product = found.products.get(node)
-        if product is not None:
-            rows = here.method("squeeze", new[product.rows], 1) if depth == 2 else new[product.rows]
-            weight = arg(product.matrix, 0)
-            if product.transposed:
-                weight = here.method("transpose", weight, 1, 2)
-            made = here.call(torch.ops.hecate.grouped_mm.default, rows, weight, offsets, True)
-            new[node] = in_front(here, made)
-        else:
-            new[node] = here.copy(node, new)
-        copy_place(node, new[node])
-        last = here.last
+
+    # Step 3: the body on rows.
+    def multiply(here: Builder, node: Node) -> Node:
+        product = found.products[node]
+        rows = here.method("squeeze", new[product.rows], 1) if depth == 2 else new[product.rows]
+        weight = arg(product.matrix, 0)
+        if product.transposed:
+            weight = here.method("transpose", weight, 1, 2)
+        return in_front(here, here.call(torch.ops.hecate.grouped_mm.default, rows, weight, offsets, True))
+
+    cells.write(new, here.last, multiply)
     # Step 4: results are in the order of the numbers again; the old body goes.
-    inside = set(found.body)
-    for exit in found.exits:
+    inside = set(cells.body)
+    for exit in cells.exits:
         here = Builder(graph, after=new[exit])
         rows = here.call(operator.getitem, new[exit], inverse)
         sizes = [here.method("size", ids, dim) for dim in range(depth)]
-        result = here.method("reshape", rows, *sizes, *shape_of(exit)[depth:])
-        take_place(exit, result, unless=inside.__contains__)
-    erase_unused((*found.body, *found.vectors, *(product.matrix for product in found.products.values())))
+        take_place(exit, here.method("reshape", rows, *sizes, *shape_of(exit)[depth:]), unless=inside.__contains__)
+    erase_unused((*cells.body, *cells.vectors, *(product.matrix for product in found.products.values())))
