@@ -65,7 +65,7 @@ class _Product:
 
 @dataclass(frozen=True, kw_only=True)
 class _LookedUp:
-    """The computation of one layer, on ``[T, k, ...]`` or ``[R, ...]``, and its experts' numbers in these dimensions."""
+    """The computation of one layer, on ``[T, k, ...]`` or ``[R, ...]``, and the numbers that are looked up."""
 
     ids: Node
     products: dict[Node, _Product]
