@@ -108,6 +108,11 @@ def shard_experts(
     shards = [shard_of(parameters_of(experts.store)[key]) for key in experts.parameters]
     # Modules that share a parameter share a record: an expert has one owner.
     layer = next((shard.layer for shard in shards if is_expert_shard(shard)), None)
+    if layer is not None and layer.num_experts != experts.num_experts:
+        raise ValueError(
+            f"hecate.compile: {experts.name} has {experts.num_experts} experts and shares their parameters with "
+            f"{layer.name}, which has {layer.num_experts}."
+        )
     if layer is None:
         owners = Owners.contiguous(experts.num_experts, world.size)
         layer = add_layer(name=experts.name, owners=owners, world=world, carrier=carrier, placer=placer)

@@ -130,7 +130,9 @@ def find_experts(
 
 
 def _is_around(one: ExpertsModule, other: ExpertsModule) -> bool:
-    return other.name.startswith(f"{one.name}.".lstrip(".")) and one.num_experts == other.num_experts
+    """Return whether a module with one matrix for each expert is around a list of as many, and so their router."""
+    inside = other.name.startswith(f"{one.name}.".lstrip(".")) and one.num_experts == other.num_experts
+    return inside and len(one.parameters) == 1
 
 
 def _listed_experts(
@@ -183,18 +185,25 @@ def _sign_of_a_list(name: str, length: int, around: nn.Module | None) -> str | N
 
 
 def _folded_experts(name: str, module: nn.Module, chosen: bool) -> ExpertsModule | None:
-    """Return the record of a module that keeps all experts of a matrix in one, ``[E * a, b]``; None for any other."""
+    """Return the record of a module that keeps all experts of a matrix in one, ``[E * a, b]``; None for any other.
+
+    All of its matrices are between the same two widths, as those of an expert are. One alone may be a router, and a
+    module around others that have parameters is a layer.
+    """
+    own = {
+        key: p for key, p in parameters_of(module).items() if p is not None and p.ndim == 2 and p.is_floating_point()
+    }
     says = chosen or any(_NAME.search(text) for text in (type(module).__name__, name.rpartition(".")[2]))
-    own = {key: p for key, p in module.named_parameters(recurse=False) if p.is_floating_point()}
-    for attribute in _COUNT_ATTRIBUTES if says else ():
+    around = any(next(child.parameters(), None) is not None for child in children_of(module).values() if child)
+    if not says or around or len(own) < 2 or any(_ROUTER.search(key) for key in own):
+        return None
+    for attribute in _COUNT_ATTRIBUTES:
         count = getattr(module, attribute, None)
-        if not isinstance(count, int) or count < 2:
+        if not isinstance(count, int) or count < 2 or any(len(p) % count or len(p) == count for p in own.values()):
             continue
-        folded = {key: p for key, p in own.items() if p.ndim == 2 and len(p) > count and not len(p) % count}
-        # One alone may be a router, whose rows are no expert's.
-        if len(folded) > 1 and not any(_ROUTER.search(key) for key in folded):
-            sign = f"{attribute} = {count}, by which {', '.join(folded)} can be divided"
-            keys = tuple(folded)
+        if len({frozenset((len(p) // count, p.shape[1])) for p in own.values()}) == 1:
+            sign = f"{attribute} = {count}, by which {', '.join(own)} can be divided"
+            keys = tuple(own)
             return ExpertsModule(name=name, module=module, parameters=keys, num_experts=count, sign=sign, folded=True)
     return None
 

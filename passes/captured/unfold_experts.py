@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.torch_values import shape_of, value_of
+from hecate.passes.analysis.torch_values import GraphFacts, shape_of, value_of
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import arg, calls, copy_place, erase_unused, is_getitem, option, take_place
 from hecate.passes.match import named
@@ -27,9 +27,10 @@ _VIEWS = ("view", "reshape", "unflatten", "flatten", "squeeze")
 def unfold_experts(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite what reads all experts of a matrix, and what reads one."""
     gathers = [node for node in gm.graph.nodes if calls(node, torch.ops.hecate.gather_experts)]
-    rewritten = 0
+    modes, rewritten = GraphFacts(gm.graph).grad_modes, 0
     for gather in gathers:
-        views = list(_views(gather))
+        # A view under no_grad carries no gradient.
+        views = [(node, expert) for node, expert in _views(gather) if modes[node] == modes[gather]]
         for node, expert in views:
             if expert is None and shape_of(node) == shape_of(gather):
                 take_place(node, gather)
@@ -58,13 +59,20 @@ def _views(gather: Node) -> Iterator[tuple[Node, int | None]]:
                 waiting.append((user, expert))
             elif expert is None and _is_cut(user, num_experts):
                 waiting += [(piece, int(arg(piece, 1))) for piece in user.users if is_getitem(piece)]
-            elif expert is None and is_getitem(user) and source is not gather and isinstance(user.args[1], slice):
-                rows, own = user.args[1], shape_of(source)[0] // num_experts
-                whole = type(rows.start) is int and rows.step in (None, 1) and not rows.start % own
-                if whole and shape_of(user)[0] == own:
-                    waiting.append((user, rows.start // own))
+            elif expert is None and is_getitem(user) and source is not gather:
+                waiting += [(user, one) for one in _expert_in(user.args[1], shape_of(source)[0], num_experts)]
         if source is not gather:
             yield source, expert
+
+
+def _expert_in(rows: object, length: int, num_experts: int) -> Iterator[int]:
+    """Yield the expert whose rows a slice of all rows takes, if they are those of one."""
+    ends = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else (object(),)
+    if length % num_experts == 0 and all(end is None or type(end) is int for end in ends):
+        assert isinstance(rows, slice)
+        (start, stop, step), own = rows.indices(length), length // num_experts
+        if step == 1 and start % own == 0 and stop - start == own:
+            yield start // own
 
 
 def _is_cut(node: Node, num_experts: int) -> bool:

@@ -113,8 +113,7 @@ class Rows:
             changed: ast.AST = ast.Pass()
             if isinstance(inner, ast.Name) and not is_load(inner):
                 self._known.pop(inner.id, None)
-                self._numbers.pop(inner.id, None)
-                self._bounds = {pair: group for pair, group in self._bounds.items() if inner.id not in pair}
+                self._forget_number(inner.id)
             elif isinstance(inner, ast.AugAssign):
                 changed = inner.target
             elif isinstance(inner, (ast.Subscript, ast.Attribute)) and not isinstance(inner.ctx, ast.Load):
@@ -123,9 +122,15 @@ class Rows:
                 changed = inner.func.value
             while isinstance(changed, (ast.Subscript, ast.Attribute, ast.Call)):
                 changed = changed.func if isinstance(changed, ast.Call) else changed.value
+            if isinstance(changed, ast.Name):
+                self._forget_number(changed.id)
             if isinstance(changed, ast.Name) and changed.id in self._known:
                 gone, _ = self._known[changed.id]
                 self._known = {name: known for name, known in self._known.items() if known[0] != gone}
+
+    def _forget_number(self, name: str) -> None:
+        self._numbers.pop(name, None)
+        self._bounds = {pair: group for pair, group in self._bounds.items() if name not in pair}
 
     def _searched(self, mask: ast.expr, found: int) -> int:
         """Return the group of numbers that a search of ``mask`` finds."""
@@ -183,9 +188,13 @@ class Rows:
         self._negative = guard.negative
         return bool(self._empty)
 
+    def is_number(self, node: ast.AST) -> bool:
+        """Return whether a node is the number of rows, which is 0 in a turn without any."""
+        return is_load(node) and self._numbers.get(node.id, -1) in self._empty
+
     def answers(self, guard: Guard) -> bool:
         """Return whether a guard asks what another one has asked."""
-        return self._group_of(guard) in self._empty and guard.negative <= self._negative
+        return self._group_of(guard) in self._empty and (self._negative or not guard.negative)
 
     def _group_of(self, guard: Guard) -> int | None:
         if guard.kind == "number":
@@ -303,17 +312,26 @@ class Effects:
             if isinstance(node, (ast.NamedExpr, ast.Lambda, ast.Await, ast.Yield, ast.YieldFrom)):
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
             base = node.value if isinstance(node, ast.Subscript) else None
+            number = node.slice if isinstance(node, ast.Subscript) else None
+            if number is not None and is_load(number) and number.id in self.bounds:
+                raise LeftAlone(f"{text_of(node)} is not there in a turn without rows")
+            divided = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod))
+            if isinstance(node, ast.BinOp) and divided and any(map(self.rows.is_number, ast.walk(node.right))):
+                raise LeftAlone(f"{text_of(node)} is not defined without rows")
+            if isinstance(node, ast.Call) and text_of(node.func) == "next":
+                raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
             picked = isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Constant, ast.UnaryOp))
             if picked and isinstance(base, ast.Name) and base.id in self.later:
                 raise LeftAlone(f"{text_of(node)} is not there in a turn without rows")
             if not is_method(node):
                 continue
-            name, given = node.func.attr, given_to(node)
+            name = node.func.attr
             if (name.endswith("_") and not name.endswith("__")) or name in CHANGES:
                 raise LeftAlone(f"{text_of(node)} may do something in a turn without rows")
-            if (name in REDUCES and not keeps_rows(node)) or name in ("narrow", "select"):
+            if (name in REDUCES and not keeps_rows(node)) or name in ("narrow", "select", "chunk"):
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
-            if name in ("reshape", "view") and "-1" in given[1:]:
+            sizes = [text_of(n) for one in node.args for n in ([*one.elts] if isinstance(one, ast.Tuple) else [one])]
+            if name in ("reshape", "view") and "-1" in sizes[1:]:
                 raise LeftAlone(f"{text_of(node)} is not defined without rows")
 
 

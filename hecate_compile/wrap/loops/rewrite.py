@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import inspect
 import logging
@@ -141,7 +142,7 @@ def _rewritten(function: FunctionType, listed: bool, folded: dict[str, int]) -> 
     loop = min(loops.lines, default=None)
     loops.lines += lists.lines
     definition = Counts(loops.lines).visit(definition)
-    if not loops.lines or has_private_names(definition) or (loops.needs_torch and not _has_torch(function)):
+    if not loops.lines or has_private_names(definition) or not _finds(loops.uses, function):
         return None
     file = function.__code__.co_filename
     name = f"{file}:{function.__qualname__}"
@@ -149,10 +150,13 @@ def _rewritten(function: FunctionType, listed: bool, folded: dict[str, int]) -> 
     return _Rewritten(compiled(definition, function), loops.lines, loop, list(diff))
 
 
-def _has_torch(function: FunctionType) -> bool:
-    """Return whether the name means torch to a function."""
+def _finds(names: set[str], function: FunctionType) -> bool:
+    """Return whether names of torch and of Python mean these to a function."""
     code = function.__code__
-    return function.__globals__.get("torch") is torch and "torch" not in (*code.co_varnames, *code.co_freevars)
+    own, known = {*code.co_varnames, *code.co_freevars}, vars(builtins) | function.__globals__
+    return own.isdisjoint(names) and all(
+        known.get(name) is (torch if name == "torch" else vars(builtins)[name]) for name in names
+    )
 
 
 def wrapped_again(wrapper: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType | None:

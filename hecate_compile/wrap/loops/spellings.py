@@ -126,9 +126,10 @@ def searched_by(value: ast.expr) -> ast.expr | None:
 
 @dataclass(frozen=True)
 class Guard:
-    """A statement's question if there are rows: what it asks, of which kind that is, and what follows if so.
+    """A statement's question if there are rows: what it asks, and what follows if so.
 
-    It asks the rows or their mask, their number (``if n == 0: continue``), or its bounds (``if start == end``).
+    It asks rows (``if rows.numel() == 0: continue``), a mask (``if mask.any()``), a number of rows (``if n == 0``) or
+    the bounds between which they are (``if start == end``).
     """
 
     name: str
@@ -171,7 +172,7 @@ def _with_rows(count: str) -> tuple[str, ...]:
     return f"{count} > 0", f"{count} != 0", count, f"{count} >= 1"
 
 
-_ON_HOST = "dtype=torch.int64, device='cpu'"
+_ON_HOST, _EXACT = "dtype=torch.int64, device='cpu'", "dtype=torch.float64, device='cpu'"
 _CHOSEN_END = re.compile(
     rf"int\(torch\.where\(torch\.scalar_tensor\((\w+), .* torch\.scalar_tensor\((\w+), {re.escape(_ON_HOST)}\)\)\)"
 )
@@ -180,7 +181,7 @@ _CHOSEN_END = re.compile(
 def chosen_end(number: str, end: ast.expr, start: str) -> ast.expr:
     """Write ``end if number else start``, without a branch, as one number more that is not known while tracing."""
     chosen, other = (f"torch.scalar_tensor({one}, {_ON_HOST})" for one in (text_of(end), start))
-    return expression(f"int(torch.where(torch.scalar_tensor({number}, {_ON_HOST}) != 0, {chosen}, {other}))")
+    return expression(f"int(torch.where(torch.scalar_tensor({number}, {_EXACT}) != 0, {chosen}, {other}))")
 
 
 def sum_of(node: ast.expr) -> tuple[str, str] | None:

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from hecate.wrap.loops.empty_turns import Effects, Rows
+from hecate.wrap.loops.integers import Integers
 from hecate.wrap.loops.spellings import (
+    Guard,
     Hits,
     LeftAlone,
     chosen_end,
@@ -35,11 +37,12 @@ class Loops(ast.NodeTransformer):
 
     def __init__(self, definition: ast.FunctionDef, listed: bool, folded: Mapping[str, int]) -> None:
         self.definition, self.listed, self.folded = definition, listed, folded
+        self.integers = Integers(definition)
         self.lines: list[int] = []
-        # What is written uses the name ``torch``.
-        self.needs_torch = False
+        # Names that what is written uses, of torch and of Python.
+        self.uses: set[str] = set()
 
-    def visit_For(self, node: ast.For) -> ast.AST:
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         try:
             changed = self._over_hits(node) or self._with_guard(node)
         except LeftAlone as why:
@@ -51,7 +54,7 @@ class Loops(ast.NodeTransformer):
         self.lines.append(node.lineno)
         return changed
 
-    def _over_hits(self, node: ast.For) -> ast.For | None:
+    def _over_hits(self, node: ast.For) -> ast.For | list[ast.stmt] | None:
         """Turn a loop over a mask's experts that have tokens into one over all experts; None for another loop."""
         if not isinstance(node.target, ast.Name) or node.orelse:
             return None
@@ -65,18 +68,33 @@ class Loops(ast.NodeTransformer):
         body = self._checked(node, body, rows, {turn})
         turns = f"{hits.mask}.shape[0]"
         numbers = {turn, *(name for one in body for name in names_assigned(one) if _is_name(one, turn))}
-        most = next((most for one in body for most in self._most(one, numbers)), None)
+        most = self._most(body, numbers)
         if most is not None:
             turns = f"min({turns}, {most})"
+            self.uses |= {"min", "torch"}
         changed = ast.For(target=node.target, iter=expression(f"range({turns})"), body=body, orelse=[])
-        return ast.fix_missing_locations(ast.copy_location(changed, node))
+        ast.fix_missing_locations(ast.copy_location(changed, node))
+        if most is None:
+            return changed
+        # One process raises, too, where a token has chosen such a number.
+        others = f"torch._assert_async({hits.mask}[{most}:].any().logical_not(), 'a token has chosen no expert')"
+        return [ast.copy_location(ast.Expr(expression(others)), node), changed]
 
-    def _most(self, statement: ast.stmt, numbers: set[str]) -> Iterator[int]:
-        """Yield the numbers of experts that a statement of every turn indexes: there is no turn of another expert."""
-        for n in ast.walk(statement) if isinstance(statement, ast.Assign) else ():
-            if isinstance(n, ast.Subscript) and is_load(n.slice) and n.slice.id in numbers:
-                inside = (one.attr for one in ast.walk(n.value) if isinstance(one, ast.Attribute))
-                yield from (self.folded[name] for name in inside if name in self.folded)
+    def _most(self, body: Sequence[ast.stmt], numbers: set[str]) -> int | None:
+        """Return how many experts a folded parameter has of which every turn reads one, ``self.w.view(..)[e]``."""
+        for one in body:
+            nodes = list(ast.walk(one))
+            if not isinstance(one, (ast.Assign, ast.With)) or any(isinstance(n, ast.IfExp) for n in nodes):
+                return None
+            for n in nodes:
+                view = (
+                    n.value if isinstance(n, ast.Subscript) and is_load(n.slice) and n.slice.id in numbers else None
+                )
+                if view is not None and is_method(view) and view.func.attr in ("view", "reshape", "unflatten"):
+                    matrix = view.func.value
+                    if isinstance(matrix, ast.Attribute) and matrix.attr in self.folded:
+                        return self.folded[matrix.attr]
+        return None
 
     def _hits(self, node: ast.For) -> Hits | None:
         if not isinstance(node.iter, ast.Name):
@@ -100,36 +118,67 @@ class Loops(ast.NodeTransformer):
 
     def _with_guard(self, node: ast.For) -> ast.For | None:
         """Turn a loop that leaves out turns without rows into one that takes them; None for another loop."""
-        turn = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
         rows = Rows(None, None, 0)
         for number, statement in enumerate(node.body):
             guard = guard_of(statement)
-            kept = [copy.deepcopy(n) for n in (*guard.body, *node.body[number + 1 :])] if guard is not None else []
-            # Any number may be asked for; those that decide how many rows there are have slices between bounds.
-            of_slices = any(isinstance(n, ast.Slice) for one in kept for n in ast.walk(one))
-            if guard is None or (guard.kind in ("number", "bounds") and not of_slices):
+            if guard is None or (guard.kind in ("number", "bounds") and not self._asks_integers(guard)):
                 rows.learn(statement)
                 continue
-            if not rows.starts_from(guard):
-                return None
-            if guard.kind == "number":
-                before = [ast.dump(one) for one in kept]
-                kept = [_with_an_end_like_its_start(one, guard.name, kept) for one in kept]
-                self.needs_torch |= before != [ast.dump(one) for one in kept]
-            rest = self._checked(node, kept, rows, turn)
-            if guard.negative:
-                rest.insert(0, self._not_negative(guard.name, node))
+            try:
+                body = self._unguarded(node, number, guard, copy.deepcopy(rows))
+            except LeftAlone as why:
+                if guard.kind in ("rows", "mask"):
+                    raise
+                # Integers may be asked for anything; a later guard may ask for rows.
+                log.debug("guard in line %d left alone: %s", statement.lineno, why)
+                rows.learn(statement)
+                continue
             changed = ast.For(
-                target=node.target, iter=node.iter, body=[*node.body[:number], *rest], orelse=node.orelse
+                target=node.target, iter=node.iter, body=[*node.body[:number], *body], orelse=node.orelse
             )
             return ast.fix_missing_locations(ast.copy_location(changed, node))
         return None
+
+    def _asks_integers(self, guard: Guard) -> bool:
+        names = [guard.name, guard.other] if guard.kind == "bounds" else [guard.name]
+        return all(self.integers.has(ast.Name(name, ast.Load())) for name in names)
+
+    def _unguarded(self, node: ast.For, number: int, guard: Guard, rows: Rows) -> list[ast.stmt]:
+        """Return what a turn does from its guard on, without it; raise :class:`LeftAlone` if that may be another."""
+        turn = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+        if not rows.starts_from(guard):
+            raise LeftAlone(f"{guard.name} is not known to be of rows")
+        guarded, behind = ([copy.deepcopy(n) for n in part] for part in (guard.body, node.body[number + 1 :]))
+        if guard.kind == "number":
+            # What stands behind ``if n: ...`` is of every turn.
+            self._end_like_starts(guarded or behind, guard.name, [*guarded, *behind])
+        if guard.negative and guarded and any(_loads(one, guard.name) for one in behind):
+            raise LeftAlone(f"{guard.name} may be below 0 behind its guard")
+        body = self._checked(node, [*guarded, *behind], rows, turn)
+        return [self._not_negative(guard.name, node), *body] if guard.negative else body
+
+    def _end_like_starts(self, body: Sequence[ast.stmt], number: str, turn: Sequence[ast.stmt]) -> None:
+        """Write ends of a turn's rows, ``end = ends[e]``, so that they are the start where their ``number`` is 0."""
+        slices = [n for one in turn for n in ast.walk(one) if isinstance(n, ast.Slice)]
+        starts: dict[str, set[str]] = {}
+        for rows in slices:
+            if rows.lower is not None and rows.upper is not None and is_load(rows.lower) and is_load(rows.upper):
+                starts.setdefault(rows.upper.id, set()).add(rows.lower.id)
+        for one in body:
+            target = one.targets[0] if isinstance(one, ast.Assign) and len(one.targets) == 1 else None
+            own = starts.get(target.id, set()) if isinstance(target, ast.Name) else set()
+            if len(own) != 1 or not isinstance(one, ast.Assign) or sum_of(one.value) is not None:
+                continue
+            if self.integers.has(one.value) and all(self.integers.has(ast.Name(start, ast.Load())) for start in own):
+                one.value = ast.copy_location(chosen_end(number, one.value, *own), one.value)
+                self.uses |= {"torch", "int"}
 
     def _not_negative(self, number: str, loop: ast.For) -> ast.stmt:
         """Write that a number below 0, which the guard has asked for, too, is none."""
         inside = {id(n) for n in ast.walk(loop)}
         if any(isinstance(n, ast.Name) and n.id == number and id(n) not in inside for n in ast.walk(self.definition)):
             raise LeftAlone(f"{number} is used elsewhere")
+        self.uses.add("max")
         return ast.parse(f"{number} = max({number}, 0)").body[0]
 
     def _checked(self, node: ast.For, body: list[ast.stmt], rows: Rows, turn: set[str]) -> list[ast.stmt]:
@@ -141,14 +190,8 @@ class Loops(ast.NodeTransformer):
         return Effects(outside, rows, body, turn).check(body)
 
 
-def _with_an_end_like_its_start(statement: ast.stmt, number: str, body: Sequence[ast.stmt]) -> ast.stmt:
-    """Write the end of a turn's rows, ``end = ends[e]``, so that it is their start where their ``number`` is 0."""
-    slices = [n for one in body for n in ast.walk(one) if isinstance(n, ast.Slice)]
-    pairs = {(text_of(n.lower), text_of(n.upper)) for n in slices if n.lower is not None and n.upper is not None}
-    starts = [start for start, end in pairs if [end] == names_assigned(statement)]
-    if len(starts) == 1 and isinstance(statement, ast.Assign) and sum_of(statement.value) is None:
-        statement.value = ast.copy_location(chosen_end(number, statement.value, starts[0]), statement.value)
-    return statement
+def _loads(node: ast.AST, name: str) -> bool:
+    return any(is_load(n) and n.id == name for n in ast.walk(node))
 
 
 def _is_name(statement: ast.stmt, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.wrap.find_experts import NoExpertsError, find_experts
+from hecate.wrap.loops import make_loops_traceable
 from tests.support.adversaries import Anything
 from tests.support.models import PlainLanguageModel, batch
 from tests.support.parity import run_step, state_error, step_and_compare
@@ -166,6 +167,82 @@ def test_a_router_and_what_cannot_be_divided_are_none() -> None:
     model.blocks[0].experts.num_experts = 7
     with pytest.raises(NoExpertsError, match="no experts found"):
         find_experts(model)
+
+
+class ExpertsAndNothings(FoldedExperts):
+    """A number behind the last expert's stands for doing nothing."""
+
+    def forward(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(rows)
+        mask = nn.functional.one_hot(chosen, num_classes=E + 1).permute(2, 1, 0)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().flatten():
+            _choice, token = torch.where(mask[number])
+            if number >= E:
+                out.index_add_(0, token, rows[token])
+                continue
+            w_in = self.w_in.view(-1, INNER, WIDTH)[number]
+            out.index_add_(0, token, (rows[token] @ w_in.T) @ self.w_out.view(-1, INNER, WIDTH)[number])
+        return out
+
+
+class ExpertsOfAnotherLength(FoldedExperts):
+    """What is indexed has a parameter's dtype, and is as long as the mask."""
+
+    def forward(self, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(rows)
+        mask = nn.functional.one_hot(chosen, num_classes=E + 1).permute(2, 1, 0)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().flatten():
+            _choice, token = torch.where(mask[number])
+            scale = torch.ones(E + 1, dtype=self.w_in.dtype)[number]
+            out.index_add_(0, token, rows[token] * scale)
+        return out
+
+
+@pytest.mark.parametrize("kind", [ExpertsAndNothings, ExpertsOfAnotherLength])
+def test_turns_behind_the_last_expert_stay_where_they_do_something(kind: type[FoldedExperts]) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    given = torch.randn(6, WIDTH), torch.rand(6, 2), torch.randint(0, E + 1, (6, 2))
+    expected = module(*given)
+    make_loops_traceable(module, find_experts(module)[0])
+    assert torch.equal(module(*given), expected)
+
+
+def test_a_token_that_chooses_no_expert_is_told() -> None:
+    module = FoldedExperts()
+    assert "min(mask.shape[0], 5)" in "".join(make_loops_traceable(module, find_experts(module)[0]).diff)
+    with pytest.raises(RuntimeError, match="a token has chosen no expert"):
+        module(torch.randn(2, WIDTH), torch.rand(2, 2), torch.tensor([[0, 1], [2, E]]))
+
+
+class TwoLayerRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.proj, self.keys = nn.Parameter(torch.randn(64, 16)), nn.Parameter(torch.randn(32, 64))
+
+
+class SharedExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up, self.down = nn.Parameter(torch.randn(48, 16)), nn.Parameter(torch.randn(16, 48))
+
+
+class LayerOfExperts(nn.Module):
+    """Folded experts inside, and matrices of its own that all tokens take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = E
+        self.up, self.gate_up = (nn.Parameter(torch.randn(40, WIDTH)) for _ in range(2))
+        self.experts = FoldedExperts()
+
+
+def test_other_matrices_that_can_be_divided_are_none() -> None:
+    model = nn.ModuleDict({"moe_router": TwoLayerRouter(), "shared_expert": SharedExpert(), "moe": LayerOfExperts()})
+    (found,), _ = find_experts(model)
+    assert found.name == "moe.experts"
 
 
 def test_one_process_trains_them_too() -> None:

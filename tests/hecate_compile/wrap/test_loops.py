@@ -279,8 +279,8 @@ class EndsApart(Sorted):
     counts = (2, 0, 1, -2)
 
     def forward(self, out: torch.Tensor) -> torch.Tensor:
-        ends, start = (2, 3, 4, 2), 0
-        for expert, count in enumerate(self.counts):
+        ends, start = torch.tensor((2, 3, 4, 2)).tolist(), 0
+        for expert, count in enumerate(torch.tensor(self.counts).tolist()):
             if count <= 0:
                 continue
             end = ends[expert]
@@ -451,6 +451,16 @@ LEFT_ALONE = {
     "the last end is used": (SLICES, "return out", "return end + out"),
     "the next start is another": (SLICES, "start = end", "start = end + 1"),
     "the end of rows below none": (SLICES, "if count == 0:", "if count <= 0 and self.training:"),
+    "a flag is no number of rows": (SLICES, "if count == 0:", "quiet = self.training\n        if quiet:"),
+    "tensors are no numbers of the host": (SLICES, ".sum(0).tolist()", ".sum(0)"),
+    "what is divided by a number": (SLICES, "@ self.w[expert]", "@ self.w[expert] / count"),
+    "the row at a bound": (SLICES, "@ self.w[expert]", "@ self.w[expert] * rows[start]"),
+    "ends that are none": (
+        SLICES,
+        "end = start + count",
+        "end = start + count if expert < 3 else None",
+    ),
+    "another max": (SLICES, "if count == 0:", "max = 3\n        if count <= 0:"),
     "a number has rows of another": (SLICES, "if count == 0:", "if expert == 0:"),
     "the loop's variable has another use": (HITS, "return out", "return out + expert"),
     "ids beyond the experts, of dropped tokens": (COUNTS, "4).sum", "4)[:4].sum"),
@@ -473,6 +483,19 @@ def test_left_alone(name: str, tmp_path: Path) -> None:
     assert code.count(old) == 1
     assert changed_in(code, tmp_path / "as it is.py").places
     assert changed_in(code.replace(old, new), tmp_path / "another.py") == ChangedLoops()
+
+
+def test_a_flag_does_not_decide_where_rows_end(tmp_path: Path) -> None:
+    """It stands before the end of every turn, and is no guard of all that follows."""
+    code = SLICES.replace(
+        "end = start + count", "scale = 1.0\n        if loud:\n            scale = 2.0\n        end = ends[expert]"
+    )
+    code = code.replace(
+        "for expert,",
+        "ends, loud = (self.chosen == torch.arange(4)).sum(0).cumsum(0).tolist(), len(rows) < 2\n    for expert,",
+    )
+    code = code.replace("if count == 0:\n            continue\n        ", "")
+    assert changed_in(code.replace("@ self.w", "* scale @ self.w"), tmp_path / "case.py") == ChangedLoops()
 
 
 def test_modules_around_the_experts_are_looked_at_and_others_are_not() -> None:

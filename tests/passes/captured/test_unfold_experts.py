@@ -36,6 +36,10 @@ def by_chunk_of_all(g: GraphUnderTest, folded: Node) -> list[Node]:
     return [g.method("squeeze", piece, dim=0) for piece in pieces]
 
 
+def by_last_rows(g: GraphUnderTest, folded: Node) -> list[Node]:
+    return [g.call(operator.getitem, folded, slice((e - E) * I, (e - E + 1) * I or None)) for e in range(E)]
+
+
 def by_rows(g: GraphUnderTest, folded: Node) -> list[Node]:
     ends = [*(I * number for number in range(1, E)), None]
     return [g.call(operator.getitem, folded, slice(e * I, end)) for e, end in enumerate(ends)]
@@ -47,7 +51,7 @@ def graph_of(g: GraphUnderTest, spelling: Spelling) -> GraphModule:
     return g.finish(g.call(torch.cat, scaled))
 
 
-@pytest.mark.parametrize("spelling", [of_all, by_chunk, by_split, by_unbind, by_chunk_of_all, by_rows])
+@pytest.mark.parametrize("spelling", [of_all, by_chunk, by_split, by_unbind, by_chunk_of_all, by_rows, by_last_rows])
 def test_one_expert_is_read(spelling: Spelling, g: GraphUnderTest) -> None:
     gm = graph_of(g, spelling)
     assert apply(unfold_experts, g, gm).rewritten
@@ -60,6 +64,9 @@ def test_one_expert_is_read(spelling: Spelling, g: GraphUnderTest) -> None:
     "spelling",
     [
         pytest.param(lambda g, w: [w], id="whole"),
+        pytest.param(
+            lambda g, w: [g.call(operator.getitem, g.method("view", w, 1, -1, H), slice(0, 1))], id="one of one"
+        ),
         pytest.param(lambda g, w: g.parts(g.method("split", w, 2 * I), 2), id="pairs"),
         pytest.param(lambda g, w: g.parts(g.method("chunk", w, 4, 1), 4), id="columns"),
         pytest.param(lambda g, w: [g.call(operator.getitem, w, slice(1, I + 1))], id="rows of two"),
