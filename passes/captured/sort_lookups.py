@@ -124,7 +124,9 @@ def _product(node: Node, lookup: Node, ids: Node) -> _Product | None:
     for summed, made in ((first, second), (second, first)):
         # Without the choice, rows of a token go to all of its experts.
         of_rows = {numbers + summed} | ({numbers[:-1] + summed} if depth == 2 else set())
-        if len({*w}) == len(w) and x in of_rows and result == numbers + made:
+        # A size of 1 would be broadcast.
+        alike = str(shape_of(given[0])[:-1]) == str(shape_of(ids)[: len(x) - 1])
+        if len({*w}) == len(w) and x in of_rows and alike and result == numbers + made:
             return _Product(rows=given[0], matrix=lookup, transposed=summed == second)
     return None
 

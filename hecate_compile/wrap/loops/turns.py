@@ -134,7 +134,10 @@ class Loops(ast.NodeTransformer):
                 rows.learn(statement)
                 continue
             changed = ast.For(
-                target=node.target, iter=node.iter, body=[*node.body[:number], *body], orelse=node.orelse
+                target=node.target,
+                iter=node.iter,
+                body=[*node.body[:number], *body] or [ast.Pass()],
+                orelse=node.orelse,
             )
             return ast.fix_missing_locations(ast.copy_location(changed, node))
         return None

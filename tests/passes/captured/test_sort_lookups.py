@@ -94,6 +94,13 @@ def test_refuses_numbers_that_may_be_of_no_expert(g: GraphUnderTest) -> None:
     assert "from a topk or argmax" in outcome.skipped[0].reason
 
 
+def test_rows_that_are_broadcast_stay(g: GraphUnderTest) -> None:
+    hidden, one = g.input(torch.randn(TOKENS, H)), g.input(torch.randn(1, H))
+    _, ids = choose(g, hidden)
+    out = g.call(torch.einsum, "ti,taio->tao", one, g.call(operator.getitem, g.experts(H, I), ids))
+    leaves_alone(sort_lookups, g, g.finish(out))
+
+
 @pytest.mark.parametrize("equation", ["ti,taoi->tao", "ti,taoj->tao", "ti,taoi->toa", "ti,atoi->tao"])
 def test_other_einsums_stay(equation: str, g: GraphUnderTest) -> None:
     """Square matrices hide which dimension is meant; letters tell."""
