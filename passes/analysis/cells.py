@@ -9,12 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import GraphFacts
-from hecate.passes.base import Refused
-from hecate.passes.fx import Builder, between, copy_place, exits_of
+from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer
+from hecate.passes.base import Outcome, PassContext, Refused
+from hecate.passes.fx import Builder, between, copy_place, exits_of, skip_of
+
+
+def rewrite_layers(
+    gm: GraphModule, context: PassContext, what: str, rewrite: Callable[[list[Node]], bool]
+) -> Outcome:
+    """Call ``rewrite`` with the gathers of every layer in ``gm``; it returns whether it found ``what``."""
+    rewritten, skipped = 0, []
+    for layer, gathers in gathers_by_layer(gm.graph).items():
+        try:
+            rewritten += rewrite(gathers)
+        except Refused as reason:
+            skipped.append(skip_of(context.name(layer), reason, *gathers, reason=f"{what}: {reason}"))
+    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.cells import Cells
+from hecate.passes.analysis.cells import Cells, rewrite_layers
 from hecate.passes.analysis.rowwise import Kind
-from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of
+from hecate.passes.analysis.torch_values import GraphFacts, shape_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import (
     Builder,
@@ -32,7 +32,6 @@ from hecate.passes.fx import (
     computed_from,
     describe,
     erase_unused,
-    skip_of,
     take_place,
 )
 from hecate.passes.match import named
@@ -40,20 +39,16 @@ from hecate.passes.match import named
 
 def flatten_batches(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the products of every layer in ``gm``."""
-    rewritten, skipped = 0, []
-    for layer, gathers in gathers_by_layer(gm.graph).items():
-        num_experts = int(arg(gathers[0], 1))
-        try:
-            _spell_einsum_as_bmm(gathers, num_experts)
-            cells = _find(GraphFacts(gm.graph), gathers, num_experts)
-        except Refused as reason:
-            why = f"batched products: {reason}"
-            skipped.append(skip_of(context.name(layer), reason, *gathers, reason=why))
-            continue
-        if cells is not None:
-            _rewrite(cells, num_experts)
-            rewritten += 1
-    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+    return rewrite_layers(gm, context, "batched products", _rewrite_layer)
+
+
+def _rewrite_layer(gathers: Sequence[Node]) -> bool:
+    num_experts = int(arg(gathers[0], 1))
+    _spell_einsum_as_bmm(gathers, num_experts)
+    cells = _find(GraphFacts(gathers[0].graph), gathers, num_experts)
+    if cells is not None:
+        _rewrite(cells, num_experts)
+    return cells is not None
 
 
 def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> Cells | None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from hecate.passes.analysis.cells import Cells
+from hecate.passes.analysis.cells import Cells, rewrite_layers
 from hecate.passes.analysis.expert_numbers import bound_of
 from hecate.passes.analysis.rowwise import Kind
-from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of, value_of
+from hecate.passes.analysis.torch_values import GraphFacts, shape_of, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import (
     Builder,
@@ -33,25 +33,20 @@ from hecate.passes.fx import (
     describe,
     erase_unused,
     is_getitem,
-    skip_of,
     take_place,
 )
 
 
 def sort_lookups(gm: GraphModule, context: PassContext) -> Outcome:
     """Rewrite the products of every layer in ``gm``."""
-    rewritten, skipped = 0, []
-    for layer, gathers in gathers_by_layer(gm.graph).items():
-        try:
-            looked_up = _find(GraphFacts(gm.graph), gathers)
-        except Refused as reason:
-            why = f"experts that are looked up: {reason}"
-            skipped.append(skip_of(context.name(layer), reason, *gathers, reason=why))
-            continue
-        if looked_up is not None:
-            _rewrite(looked_up, int(arg(gathers[0], 1)))
-            rewritten += 1
-    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+    return rewrite_layers(gm, context, "experts that are looked up", _rewrite_layer)
+
+
+def _rewrite_layer(gathers: Sequence[Node]) -> bool:
+    found = _find(GraphFacts(gathers[0].graph), gathers)
+    if found is not None:
+        _rewrite(found, int(arg(gathers[0], 1)))
+    return found is not None
 
 
 @dataclass(frozen=True, kw_only=True)

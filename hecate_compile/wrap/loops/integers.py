@@ -72,6 +72,8 @@ def _parts(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.
         values = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else []
         for number, part in enumerate(target.elts):
             yield from _parts(part, values[number] if values else None)
+    elif isinstance(target, ast.Starred):
+        yield from _parts(target.value, None)
 
 
 def _element_of(series: ast.expr) -> ast.expr | None:
