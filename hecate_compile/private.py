@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 # Names that Dynamo and AOTAutograd offer to backends.
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_entries
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.decorators import mark_unbacked
@@ -33,6 +33,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -93,6 +94,14 @@ METRICS_LOG = "torch._dynamo.metrics_context"
 LIMIT_WARNING = "torch._dynamo hit config."
 # Names that Dynamo gives attributes of tensors and modules.
 DYNAMO_NOTES = "_dynamo_"
+# Dynamo's function that looks whether a jump is that of an assertion, and puts its message on the stack.
+ASSERTION = "_detect_and_normalize_assert_statement"
+
+
+def assertion_opcode() -> str:
+    """Return the name of the instruction with which an assertion that failed begins."""
+    return symbolic_convert.get_assert_bytecode_sequence(False)[0]
+
 
 # Attention: the operators that torch.nn.functional.scaled_dot_product_attention becomes.
 _aten = torch.ops.aten

@@ -109,7 +109,8 @@ def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, tor
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
         # A state dict shows what is sharded or stacked whole and by its old names.
-        gradients = {key: value.clone() for key, value in model.state_dict().items() if key not in buffers}
+        state = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        gradients = {key: value.clone() for key, value in state.items() if key not in buffers}
         for parameter, value in kept:
             parameter.copy_(value)
     return float(loss.detach()), gradients

@@ -314,6 +314,42 @@ _DEEPSEEK = dict(
 )
 _SPARROW = dict(hidden_dim=WIDTH, num_experts=EXPERTS, expert_hidden_size=HIDDEN, expert_embedding_dim=8)
 _MIXTURE = dict(hidden_dim=HIDDEN, second_policy_train="all", second_policy_eval="all")
+
+
+def _megatron() -> nn.Module:
+    """Megatron-core's layer as it is without TransformerEngine, one expert behind the other; on a CPU for once."""
+    parts = ["moe.moe_layer", "moe.experts", "moe.router", "mlp", "spec_utils", "transformer_config"]
+    moe, experts, router, mlp, specs, config = (_load(f"megatron.core.transformer.{part}") for part in parts)
+    linears = _load("megatron.core.tensor_parallel.layers")
+    groups = _load("megatron.core.process_groups_config").ProcessGroupCollection()
+    alone = _alone()
+    for name in ["tp", "cp", "ep", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_dp_cp", "dp"]:
+        setattr(groups, name, alone)
+
+    class Router(router.TopKRouter):  # type: ignore[misc,name-defined]
+        """Megatron's moves its weights to a GPU, whether there is one or not."""
+
+        def gating(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, self.weight)
+
+    submodules = mlp.MLPSubmodules(linear_fc1=linears.ColumnParallelLinear, linear_fc2=linears.RowParallelLinear)
+    options = config.TransformerConfig(
+        num_layers=1,
+        num_attention_heads=2,
+        hidden_size=WIDTH,
+        ffn_hidden_size=HIDDEN,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+    )
+    spec = moe.MoESubmodules(router=Router, experts=specs.ModuleSpec(experts.SequentialMLP, submodules=submodules))
+    layer = _filled(moe.MoELayer(options, spec, layer_number=0, pg_collection=groups))
+    return Layer(layer, aux=lambda moe, result: result[0].new_zeros(()))
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "torchtitan": _torchtitan,
     "torchtitan gpt-oss": partial(_torchtitan, gpt_oss=True),
@@ -354,4 +390,5 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "latent-moe loop": partial(_latent_moe, "loop"),
     "mh-moe": _mh_moe,
     "cluster-moe": _cluster_moe,
+    "megatron-core": _megatron,
 }

@@ -91,6 +91,7 @@ mixlora: mixlora==0.2.3
 latent-moe: latent-moe==0.0.3
 mh-moe: mh-moe==0.0.2
 cluster-moe: cluster-moe==0.0.2 loguru==0.7.3
+megatron-core: megatron-core==0.16.1
 """
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hecate.graph.assertions import traced_assertions
 from hecate.graph.backend import Backend, GraphRecord
 from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
 from hecate.private import (
@@ -151,7 +152,8 @@ class Traces:
         _limit.met, before = None, self._backend.compared
         trace, made = self._traces[self._here], len(self._backend.graphs)
         try:
-            return trace.call(*args, **kwargs)
+            with traced_assertions():
+                return trace.call(*args, **kwargs)
         finally:
             trace.graphs += self._backend.graphs[made:]
             if made < len(self._backend.graphs):

@@ -67,7 +67,7 @@ class ExpertsModule:
 
 @dataclass(frozen=True, kw_only=True)
 class PassedOver:
-    """A module with three-dimensional parameters that was not taken for experts, and why."""
+    """A module with parameters like those of experts that was not taken for experts, and why."""
 
     name: str
     reason: str
@@ -87,7 +87,7 @@ def find_experts(
         chosen = patterns is not None and any(fnmatch(name, pattern) for pattern in patterns)
         if patterns is not None and not chosen:
             continue
-        fused = {key: p for key, p in module.named_parameters(recurse=False) if _per_expert_matrix(p)}
+        fused = _of_all_experts(module)
         if not fused:
             around = model.get_submodule(name.rpartition(".")[0]) if name else None
             other = _listed_experts(name, module, around, chosen) or _folded_experts(name, module, chosen)
@@ -224,8 +224,16 @@ def _check_shared(found: Sequence[ExpertsModule]) -> None:
             first.setdefault(p, next(iter(others), experts.name))
 
 
-def _per_expert_matrix(parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 3 and parameter.is_floating_point() and parameter.shape[0] > 1
+def _of_all_experts(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters ``[E, a, b]``; without one, those of experts in groups, ``[E, e, a, b]``.
+
+    One of four dimensions may be a convolution's.
+    """
+    own = {key: p for key, p in module.named_parameters(recurse=False) if p.is_floating_point()}
+    matrices = {key: p for key, p in own.items() if p.ndim == 3 and len(p) > 1}
+    grouped = {key: p for key, p in own.items() if p.ndim == 4 and min(p.shape[:2]) > 1}
+    alike = len(grouped) > 1 and len({p.shape[:2] for p in grouped.values()}) == 1
+    return matrices or (grouped if alike else {})
 
 
 def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter], num_experts: int) -> str | None:
@@ -259,7 +267,7 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over
     lines = [f"hecate.compile: no experts found in {type(model).__name__}."]
     if patterns is not None:
         lines = [f"hecate.Config(experts=...): {', '.join(patterns)} matches no module with [E, a, b] parameters."]
-        names = [name for name, m in model.named_modules() if any(_per_expert_matrix(p) for p in m.parameters(False))]
+        names = [name for name, m in model.named_modules() if _of_all_experts(m)]
         lines.append(f"Modules with such parameters: {', '.join(names) or 'none'}.")
     else:
         lines.append(

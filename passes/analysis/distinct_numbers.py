@@ -1,4 +1,4 @@
-"""Numbers of rows that come once, in Dynamo's graph: where a mask has at most one True in each row."""
+"""Numbers of rows that come once, in Dynamo's graph: of a topk, or where a mask has at most one True in each row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _NONE: _Dims = frozenset()
 
 
 def come_once(numbers: Node, changed: Collection[int | None]) -> bool:
-    """Tell whether no number comes twice in ``torch.where(mask)[i]``, as far as the graph says.
+    """Tell whether no number comes twice, as far as the graph says.
 
     Args:
-        numbers: a line of them, also from ``mask.nonzero(as_tuple=True)``.
+        numbers: a line of them: what an expert has chosen, ``scores.topk(n).indices[e]``, or ``torch.where(mask)[i]``
+            and ``mask.nonzero(as_tuple=True)[i]``.
         changed: storages that are changed in place anywhere in the graph.
     """
+    if _ndim(numbers) == 1 and _along(numbers, changed, _differ):
+        return True
     found = numbers
     while _is_exact_cast(found) and not _is_changed(found, changed):
         found = arg(found, 0)

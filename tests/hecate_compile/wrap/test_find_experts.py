@@ -102,6 +102,24 @@ def test_other_three_dimensional_parameters_are_passed_over_with_a_reason() -> N
     assert {p.name for p in passed} == {"b", "b.conv"}
 
 
+class _Groups(nn.Module):
+    """Experts in groups, as a router of two levels chooses them; ``shapes`` are those of their matrices."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.num_experts = shapes[0][0]
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.zeros(shape, device="cpu")))
+
+
+def test_experts_in_groups_are_found_and_convolutions_are_not() -> None:
+    found, passed_over = find_experts(nn.Sequential(_Groups((4, 2, 8, 16), (4, 2, 16, 8))))
+    assert [(one.num_experts, one.parameters) for one in found] == [(4, ("w0", "w1"))] and not passed_over
+    for shapes in ([(4, 8, 3, 3)], [(4, 8, 3, 3), (4, 4, 3, 3)], [(4, 1, 8, 16), (4, 1, 16, 8)]):
+        with pytest.raises(NoExpertsError, match="no experts found"):
+            find_experts(nn.Sequential(_Groups(*shapes)))
+
+
 def test_patterns_decide_alone() -> None:
     model = nn.ModuleDict({"a": PlainMoE(8, 6, 4, 2), "b": Convolutions()})
     found, _ = find_experts(model, ["b"])

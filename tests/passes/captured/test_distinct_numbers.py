@@ -66,6 +66,8 @@ DISTINCT: dict[str, Choice] = {
     "names of dimensions": lambda s: torch.where(
         (s.topk(K)[1] == 2).unsqueeze(dim=0).transpose(dim0=1, dim1=2)[0]
     )[1],
+    "what an expert has chosen": lambda s: s.t().topk(K).indices[2],
+    "what experts have chosen, unbound": lambda s: torch.topk(s, K, dim=0)[1].long().unbind(1)[1],
     "one number for each token": lambda s: torch.where(s.topk(K)[1] == s.argmin(-1, keepdim=True))[0],
 }  # fmt: skip
 
@@ -86,6 +88,7 @@ UNKNOWN: dict[str, Choice] = {
     "numbers as booleans": lambda s: torch.where(s.topk(K)[1].to(torch.bool) == 1)[0],
     "numbers of eight bits": lambda s: torch.where(s.topk(K)[1].to(torch.uint8) == 2)[0],
     "not squeezed": lambda s: torch.where(torch.nn.functional.one_hot(s.topk(K)[1], EXPERTS)[..., 2].squeeze(0))[1],
+    "what an expert has chosen, changed in place": lambda s: s.t().topk(K).indices[2].clamp_(max=1),
     "not the numbers of a mask": lambda s: s.topk(K)[1][:, 0],
 }
 
