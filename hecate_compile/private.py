@@ -49,6 +49,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict import _init_optim_state as init_optimizer_state
+from torch.fx.experimental import _size_hinting, symbolic_shapes
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -96,6 +97,21 @@ LIMIT_WARNING = "torch._dynamo hit config."
 DYNAMO_NOTES = "_dynamo_"
 # Dynamo's function that looks whether a jump is that of an assertion, and puts its message on the stack.
 ASSERTION = "_detect_and_normalize_assert_statement"
+
+
+def forget_symbols(environments: list[Any]) -> None:
+    """Free what torch knows of the symbols in graphs that are gone, ``ShapeEnv``, and empty the list of it.
+
+    Garbage collection does not see that fake tensors and symbols in their shapes hold each other.
+    """
+    for environment in environments:
+        if environment is not None:
+            environment.tracked_fakes = []
+    environments.clear()
+    # Caches of what was found out about any of them keep all.
+    for function in [*vars(symbolic_shapes.ShapeEnv).values(), *vars(_size_hinting).values()]:
+        if callable(getattr(function, "cache_clear", None)):
+            function.cache_clear()
 
 
 def assertion_opcode() -> str:

@@ -24,7 +24,7 @@ from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
 from hecate.passes.fx import bodies_of
 from hecate.passes.runner import run_passes
-from hecate.private import dynamo_source
+from hecate.private import TracingContext, dynamo_source
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError, agree
 from hecate.runtime.comm.queue import Span
@@ -104,13 +104,19 @@ class Backend:
             if self.source_diff:
                 self._dumps.write("make_loops_traceable.diff", "\n".join(self.source_diff) + "\n")
 
-    def entry(self) -> Callable[..., Callable[..., Any]]:
-        """Return the backend for Dynamo, which keeps every one that it has seen: this must not keep the model's."""
+    def entry(self, symbols: list[Any]) -> Callable[..., Callable[..., Any]]:
+        """Return the backend for Dynamo, which keeps every one that it has seen: this must not keep the model's.
+
+        ``symbols`` gets what torch knows of the symbols in each graph.
+        """
         backend = weakref.ref(self)
 
         def hecate(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             alive = backend()
             assert alive is not None, "the model that is being compiled holds its backend"
+            context = TracingContext.try_get()
+            if context is not None and context.fake_mode is not None:
+                symbols.append(context.fake_mode.shape_env)
             return alive(gm, example_inputs)
 
         return hecate

@@ -26,6 +26,7 @@ from hecate.private import (
     compiled_entries,
     convert_frame,
     dynamo_config,
+    forget_symbols,
     optimize,
     set_compiled_call,
 )
@@ -202,7 +203,8 @@ class Traces:
     def _trace(self) -> _Trace:
         model = self.model
         Traces._made += 1
-        entry = self._backend.entry()
+        symbols: list[Any] = []
+        entry = self._backend.entry(symbols)
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
         # torch.compile does the same, but does not show the callback that Dynamo calls for each frame.
         dynamo: Any = optimize(backend=entry, nopython=self._fullgraph, **own)
@@ -214,7 +216,7 @@ class Traces:
         else:
             trace = _Trace(_calling(model, text_model, dynamo(call_with_hooks(text_model))))
         # Dynamo would keep its graphs for as long as there is the model's class.
-        weakref.finalize(trace, _forget, entry).atexit = False
+        weakref.finalize(trace, _forget, entry, symbols).atexit = False
         return trace
 
 
@@ -237,7 +239,7 @@ def _alive(hooks: Hooks) -> bool:
     return all(hook.alive() is not None for hook in hooks)
 
 
-def _forget(entry: Callable[..., Any]) -> None:
+def _forget(entry: Callable[..., Any], symbols: list[Any]) -> None:
     """Free the graphs that were made by the backend ``entry``, as Dynamo does when something dies that they need."""
     for seen in list(convert_frame.input_codes.seen):
         code = seen()
@@ -246,6 +248,7 @@ def _forget(entry: Callable[..., Any]) -> None:
             if graph.backend is entry and manager.extra_state is not None:
                 gone = DeletedGuardManagerWrapper("its model is gone, or was traced anew")
                 manager.extra_state.invalidate(graph, gone)
+    forget_symbols(symbols)
 
 
 class _Limit(logging.Filter):

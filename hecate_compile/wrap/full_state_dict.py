@@ -17,7 +17,7 @@ from hecate.runtime.comm.world import World
 from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import Shard, as_parameter, no_longer_the_shard, note_shard, shard_of
+from hecate.wrap.shard import Shard, as_parameter, cannot_be_copied, no_longer_the_shard, note_shard, shard_of
 from hecate.wrap.stack_experts import ExpertStack, stack_of
 
 Site = tuple[nn.Module, str]
@@ -36,13 +36,22 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World)
         if hangs:
             _keep_full(module, hangs, gathered)
     if world.group is not None:
-        model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: _meet(world))
+        model.register_state_dict_pre_hook(_Meeting(world))
 
 
-def _meet(world: World) -> None:
-    assert world.group is not None
-    world.queue.drain()
-    meet("state_dict", world.group)
+class _Meeting:
+    """A hook before ``state_dict``, where all ranks meet. Of a model's parts a pickle has its hooks first."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        assert self._world.group is not None
+        self._world.queue.drain()
+        meet("state_dict", self._world.group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied("the ranks that meet")
 
 
 def _keep_full(

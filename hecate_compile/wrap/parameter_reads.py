@@ -29,7 +29,7 @@ from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.first_forward import agree_on_next
 from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
-from hecate.wrap.shard import no_longer_the_shard, shard_of
+from hecate.wrap.shard import cannot_be_copied, no_longer_the_shard, shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
 from hecate.wrap.whole_runs import any_entered, read_whole
@@ -168,11 +168,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     namespace["register_parameter"] = register_parameter
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        raise TypeError(
-            f"hecate: a compiled model cannot be copied or pickled ({cls.__name__} in it reads sharded parameters). "
-            "Save model.state_dict(), which all ranks call together; for a second copy, build the model again. An "
-            "average of the weights can be kept in optimizer.state[parameter], where it follows its experts."
-        )
+        raise cannot_be_copied(f"{cls.__name__}, which reads sharded parameters,")
 
     namespace["__reduce_ex__"] = __reduce_ex__
     swapped: Any = swap_class(module, namespace)

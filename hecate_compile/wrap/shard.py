@@ -69,6 +69,15 @@ def no_longer_the_shard(name: str) -> RuntimeError:
     )
 
 
+def cannot_be_copied(part: str) -> TypeError:
+    """Return the error to raise where a compiled model, or ``part`` of it, is copied or pickled."""
+    return TypeError(
+        f"hecate: a compiled model cannot be copied or pickled ({part} in it). Save model.state_dict(), which all "
+        "ranks call together; for a second copy, build the model again. An average of the weights can be kept in "
+        "optimizer.state[parameter], where it follows its experts."
+    )
+
+
 def shards_with_gradients() -> list[tuple[nn.Parameter, Shard]]:
     """Return the shards of living models that have a gradient, with their records."""
     return [(parameter, shard) for parameter, shard in _alive.items() if parameter.grad is not None]

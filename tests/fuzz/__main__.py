@@ -39,11 +39,12 @@ def _problems(function: str, what: str, numbers: range, *, log: bool, seed: int,
         some = list(range(start, min(start + _TOGETHER, numbers.stop)))
         try:
             found = run_ranks(function, 2, timeout=400, seed=seed, numbers=some, **drawn)
-            problems += [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
+            new = [f"rank {rank}: {problem}" for rank, mine in enumerate(found) for problem in mine]
         except RanksFailed as error:
-            problems.append(f"seed {seed}, {what} {some}: {error}")
+            new = [f"seed {seed}, {what} {some}: {error}"]
+        problems += new
         if log:
-            print(f"{what} {some[0]} to {some[-1]}: {len(problems)} problems so far", flush=True)
+            print("\n\n".join([*new, f"{what} {some[0]} to {some[-1]}: {len(problems)} problems so far"]), flush=True)
     return problems
 
 
@@ -60,7 +61,7 @@ def main() -> None:
     if options.lives is not None or options.life is not None:
         numbers = range(options.lives or 0) if options.life is None else range(options.life, options.life + 1)
         problems = live(options.seed, numbers, options.turns, log=True)
-        print("\n\n".join(problems) or f"{len(numbers)} lives, no problem")
+        print(f"{len(numbers)} lives, {len(problems) or 'no'} problems")
         sys.exit(bool(problems))
     models, cases = range(-(-options.cases // _CASES_PER_MODEL)), list(range(_CASES_PER_MODEL))
     if options.case is not None:
@@ -71,7 +72,7 @@ def main() -> None:
         for index in cases:
             print(index, draw_case(options.seed, options.model, index))
     problems = fuzz(options.seed, models, cases, log=True)
-    print("\n\n".join(problems) or f"{len(models) * len(cases)} cases, no problem")
+    print(f"{len(models) * len(cases)} cases, {len(problems) or 'no'} problems")
     sys.exit(bool(problems))
 
 

@@ -33,6 +33,12 @@ def _communicates(life: Any) -> bool:
     return life.drawn.options["policy"] != "replicate"
 
 
+def _meets_first(life: Any) -> bool:
+    """Whether a forward begins with a graph: a collective before it leaves a rank behind, and the run ends."""
+    buffers = life.dress.balanced or life.dress.statistics
+    return _communicates(life) and life.drawn.options.get("dense") != "shard" and not buffers
+
+
 def _step(life: Any, kind: Any, **options: Any) -> None:
     """A step of an optimizer that is refused before it changes anything."""
     for loss in life.losses(life.batches()):
@@ -75,5 +81,5 @@ REFUSALS = {
     "a wrong shape": Refusal(_wrong_shape, "size mismatch"),
     "Adafactor": Refusal(lambda life: _step(life, torch.optim.Adafactor), "whole parameters", _sharded),
     "LBFGS": Refusal(lambda life: _step(life, torch.optim.LBFGS), "whole parameters", _sharded),
-    "a hook on one rank": Refusal(_hook_on_one_rank, "DisagreementError", _communicates),
+    "a hook on one rank": Refusal(_hook_on_one_rank, "DisagreementError", _meets_first),
 }
