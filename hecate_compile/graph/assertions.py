@@ -30,8 +30,9 @@ def traced_assertions() -> Iterator[None]:
         value = sys._getframe(1).f_locals.get("value")
         if push or not isinstance(value, TensorVariable) or not _raises_where_false(translator):
             return False
-        code = translator.f_code
-        text = f"the assertion in {code.co_name} failed ({code.co_filename}:{translator.lineno})"
+        # Without the file: ranks compare their graphs, and may have the code in different folders.
+        where = f"line {translator.lineno} of {translator.f_globals.get('__name__')}"
+        text = f"the assertion in {translator.f_code.co_name} failed, {where}"
         translator.push(ConstantVariable.create(text))
         return True
 
