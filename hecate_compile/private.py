@@ -99,14 +99,20 @@ DYNAMO_NOTES = "_dynamo_"
 ASSERTION = "_detect_and_normalize_assert_statement"
 
 
+def symbols_of_trace() -> Any:
+    """Return what torch knows of the symbols in the graph that it compiles now, a ``ShapeEnv``."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None, "Dynamo traces with fake tensors"
+    return mode.shape_env
+
+
 def forget_symbols(environments: list[Any]) -> None:
-    """Free what torch knows of the symbols in graphs that are gone, ``ShapeEnv``, and empty the list of it.
+    """Free what :func:`symbols_of_trace` returned for graphs that are gone, and empty the list of it.
 
     Garbage collection does not see that fake tensors and symbols in their shapes hold each other.
     """
     for environment in environments:
-        if environment is not None:
-            environment.tracked_fakes = []
+        environment.tracked_fakes = []
     environments.clear()
     # Caches of what was found out about any of them keep all.
     for function in [*vars(symbolic_shapes.ShapeEnv).values(), *vars(_size_hinting).values()]:

@@ -69,12 +69,13 @@ def run(
     gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
     for one in explanation.in_python:
         gathered |= dict.fromkeys(one.experts, f"runs as Python: {one.reason.splitlines()[0]}")
+    # In training: what evaluates alone may be another graph.
+    exchanged = len(hecate.stats(model).layers)
     logits_error = 0.0
     if evaluates:
         given = batch(name, rank)
         ours, theirs = (_logits(m.eval(), given) for m in (model, reference))
         logits_error = _or_infinite(float((ours - theirs).abs().max() / theirs.abs().max()))
-    exchanged = len(hecate.stats(model).layers)
     return dict(
         layers=exchanged + len(gathered),
         found=len(explanation.experts),

@@ -325,13 +325,9 @@ def _megatron() -> nn.Module:
     alone = _alone()
     for name in ["tp", "cp", "ep", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_dp_cp", "dp"]:
         setattr(groups, name, alone)
-
-    class Router(router.TopKRouter):  # type: ignore[misc,name-defined]
-        """Megatron's moves its weights to a GPU, whether there is one or not."""
-
-        def gating(self, input: Tensor) -> Tensor:
-            return nn.functional.linear(input, self.weight)
-
+    # Megatron's own gating moves its weights to a GPU, whether there is one or not.
+    gating = {"gating": lambda self, input: nn.functional.linear(input, self.weight)}
+    on_any_device = type("TopKRouter", (router.TopKRouter,), gating)
     submodules = mlp.MLPSubmodules(linear_fc1=linears.ColumnParallelLinear, linear_fc2=linears.RowParallelLinear)
     options = config.TransformerConfig(
         num_layers=1,
@@ -345,7 +341,9 @@ def _megatron() -> nn.Module:
         use_cpu_initialization=True,
         add_bias_linear=False,
     )
-    spec = moe.MoESubmodules(router=Router, experts=specs.ModuleSpec(experts.SequentialMLP, submodules=submodules))
+    spec = moe.MoESubmodules(
+        router=on_any_device, experts=specs.ModuleSpec(experts.SequentialMLP, submodules=submodules)
+    )
     layer = _filled(moe.MoELayer(options, spec, layer_number=0, pg_collection=groups))
     return Layer(layer, aux=lambda moe, result: result[0].new_zeros(()))
 

@@ -1,11 +1,13 @@
 """Assertions about tensors whose messages are put together when they are needed: they are traced like others.
 
 Dynamo takes ``assert x.isfinite().all(), "a text"`` into a graph, as ``torch._assert_async``, and breaks the graph at
-``assert x.isfinite().all(), f"{name} is not finite"``. The graph's assertion says which line failed.
+``assert x.isfinite().all(), f"{name} is not finite"``. The graph's assertion says which line failed. At ``assert not
+x.isnan().any()`` Dynamo breaks the graph whatever is said.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +30,10 @@ def traced_assertions() -> Iterator[None]:
             return True
         # Popped from the stack before; whatever is no tensor takes its branch, or breaks the graph, as ever.
         value = sys._getframe(1).f_locals.get("value")
-        if push or not isinstance(value, TensorVariable) or not _raises_where_false(translator):
+        # The jump of `assert not x` is one where x is false, which the graph's assertion would take for a failure.
+        if truth is not operator.truth or push or not isinstance(value, TensorVariable):
+            return False
+        if not _is_in_front_of_a_raise(translator):
             return False
         # Without the file: ranks compare their graphs, and may have the code in different folders.
         where = f"line {translator.lineno} of {translator.f_globals.get('__name__')}"
@@ -43,8 +48,8 @@ def traced_assertions() -> Iterator[None]:
         setattr(symbolic_convert, ASSERTION, as_it_was)
 
 
-def _raises_where_false(translator: Any) -> bool:
-    """Return whether the current jump is that of an ``assert``: it skips making an error and raising it."""
+def _is_in_front_of_a_raise(translator: Any) -> bool:
+    """Return whether an error is made behind the current jump, of AssertionError alone, and raised."""
     following = translator.instructions[translator.instruction_pointer :]
     made = list(takewhile(lambda each: each.opname != "RAISE_VARARGS", following))
     if not made or made[0].opname != assertion_opcode():

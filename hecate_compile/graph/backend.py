@@ -24,7 +24,7 @@ from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
 from hecate.passes.fx import bodies_of
 from hecate.passes.runner import run_passes
-from hecate.private import TracingContext, dynamo_source
+from hecate.private import dynamo_source, symbols_of_trace
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError, agree
 from hecate.runtime.comm.queue import Span
@@ -114,9 +114,7 @@ class Backend:
         def hecate(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             alive = backend()
             assert alive is not None, "the model that is being compiled holds its backend"
-            context = TracingContext.try_get()
-            if context is not None and context.fake_mode is not None:
-                symbols.append(context.fake_mode.shape_env)
+            symbols.append(symbols_of_trace())
             return alive(gm, example_inputs)
 
         return hecate

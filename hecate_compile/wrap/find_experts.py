@@ -103,8 +103,9 @@ def find_experts(
         num_experts = sizes.pop()
         sign = "named in Config(experts=...)" if chosen else _sign_of_experts(name, module, fused, num_experts)
         if sign is None:
+            dims = next(iter(fused.values())).ndim
             passed_over.append(
-                PassedOver(name=name, reason="3-D parameters, but no router, name or count says experts")
+                PassedOver(name=name, reason=f"{dims}-D parameters, but no router, name or count says experts")
             )
             continue
         keys = tuple(
@@ -227,7 +228,7 @@ def _check_shared(found: Sequence[ExpertsModule]) -> None:
 def _of_all_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters ``[E, a, b]``; without one, those of experts in groups, ``[E, e, a, b]``.
 
-    One of four dimensions may be a convolution's.
+    One alone of four dimensions may be a convolution's.
     """
     own = {key: p for key, p in module.named_parameters(recurse=False) if p.is_floating_point()}
     matrices = {key: p for key, p in own.items() if p.ndim == 3 and len(p) > 1}

@@ -40,7 +40,10 @@ def keep_state_dicts_full(model: nn.Module, sites: ParameterSites, world: World)
 
 
 class _Meeting:
-    """A hook before ``state_dict``, where all ranks meet. Of a model's parts a pickle has its hooks first."""
+    """A hook before ``state_dict``, where all ranks meet.
+
+    It refuses to be pickled, as modules do whose parameters are sharded: a model's hooks are pickled before these.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -51,7 +54,7 @@ class _Meeting:
         meet("state_dict", self._world.group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise cannot_be_copied("the ranks that meet")
+        raise cannot_be_copied("all ranks make its state dict together")
 
 
 def _keep_full(

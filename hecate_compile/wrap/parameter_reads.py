@@ -168,7 +168,7 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     namespace["register_parameter"] = register_parameter
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        raise cannot_be_copied(f"{cls.__name__}, which reads sharded parameters,")
+        raise cannot_be_copied(f"{cls.__name__} in it reads sharded parameters")
 
     namespace["__reduce_ex__"] = __reduce_ex__
     swapped: Any = swap_class(module, namespace)

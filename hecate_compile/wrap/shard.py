@@ -69,10 +69,10 @@ def no_longer_the_shard(name: str) -> RuntimeError:
     )
 
 
-def cannot_be_copied(part: str) -> TypeError:
-    """Return the error to raise where a compiled model, or ``part`` of it, is copied or pickled."""
+def cannot_be_copied(reason: str) -> TypeError:
+    """Return the error to raise where a compiled model, or a part of it, is copied or pickled."""
     return TypeError(
-        f"hecate: a compiled model cannot be copied or pickled ({part} in it). Save model.state_dict(), which all "
+        f"hecate: a compiled model cannot be copied or pickled ({reason}). Save model.state_dict(), which all "
         "ranks call together; for a second copy, build the model again. An average of the weights can be kept in "
         "optimizer.state[parameter], where it follows its experts."
     )

@@ -52,6 +52,10 @@ class Asserting(nn.Module):
                 assert self.kept, f"{name} has kept nothing"
             case "branch":
                 assert y.isfinite().all(), f"{name} is {'finite' if x.isfinite().all() else 'not finite'}"
+            case "negated":
+                assert not y.isnan().any(), f"{name} is not finite"
+            case "both":
+                assert y.shape[0] > 1 and y.isfinite().all(), f"{name} is not finite"
             case "other error":
                 if not y.isfinite().all():
                     raise ValueError(f"{name} is not finite")

@@ -52,7 +52,8 @@ def _compiled(how: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize(
-    ("how", "graphs"), [("values", 1), ("size", 1), ("list", 1), ("branch", 2), ("other error", 2)]
+    ("how", "graphs"),
+    [("values", 1), ("both", 1), ("size", 1), ("list", 1), ("negated", 2), ("branch", 2), ("other error", 2)],
 )
 def test_graphs_are_whole(how: str, graphs: int) -> None:
     as_it_was = symbolic_convert._detect_and_normalize_assert_statement
@@ -69,6 +70,8 @@ def test_graphs_are_whole(how: str, graphs: int) -> None:
     [
         ("values", 3, RuntimeError, r"the assertion in forward failed, line \d+ of tests.*\.asserting_models"),
         ("size", 1, AssertionError, "x has 1 rows"),
+        ("both", 3, RuntimeError, "the assertion in forward failed"),
+        ("negated", 3, AssertionError, "x is not finite"),
         ("branch", 3, AssertionError, "x is not finite"),
         ("other error", 3, ValueError, "x is not finite"),
     ],

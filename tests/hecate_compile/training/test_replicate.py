@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import hecate
 from tests.support.parity import error_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import message_of, run_ranks
 
 
 class Rows(nn.Module):
@@ -68,6 +69,7 @@ def train() -> dict[str, Any]:
         "worst": worst,
         "text": str(hecate.explain(model)),
         "stats": str(hecate.stats(model)),
+        "pickled": message_of(lambda: pickle.dumps(model)),
         "whole": all(torch.equal(state[name], value) for name, value in reference.state_dict().items()),
     }
 
@@ -77,6 +79,7 @@ def test_ranks_may_run_different_code() -> None:
     for result in run_ranks(train, 2):
         assert result["worst"] < 1e-5 and result["whole"]
         assert "policy replicate" in result["text"]
+        assert "TypeError" in result["pickled"] and "cannot be copied or pickled" in result["pickled"]
 
 
 def test_one_process() -> None:
