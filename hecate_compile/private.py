@@ -7,6 +7,7 @@ lists what Hecate replaces in other libraries.
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -49,7 +50,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict import _init_optim_state as init_optimizer_state
-from torch.fx.experimental import _size_hinting, symbolic_shapes
+from torch.fx.experimental import symbolic_shapes
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -115,14 +116,11 @@ def forget_symbols(environments: list[Any]) -> None:
         environment.tracked_fakes = []
     environments.clear()
     # Caches of what was found out about any of them keep all.
-    for function in [*vars(symbolic_shapes.ShapeEnv).values(), *vars(_size_hinting).values()]:
+    hints = sys.modules.get("torch.fx.experimental._size_hinting")
+    of_hints = vars(hints) if hints is not None else {}
+    for function in [*vars(symbolic_shapes.ShapeEnv).values(), *of_hints.values()]:
         if callable(getattr(function, "cache_clear", None)):
             function.cache_clear()
-
-
-def assertion_opcode() -> str:
-    """Return the name of the instruction with which an assertion that failed begins."""
-    return symbolic_convert.get_assert_bytecode_sequence(False)[0]
 
 
 # Attention: the operators that torch.nn.functional.scaled_dot_product_attention becomes.

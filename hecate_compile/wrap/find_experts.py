@@ -87,7 +87,7 @@ def find_experts(
         chosen = patterns is not None and any(fnmatch(name, pattern) for pattern in patterns)
         if patterns is not None and not chosen:
             continue
-        fused = _of_all_experts(module)
+        fused = _matrices(module)
         if not fused:
             around = model.get_submodule(name.rpartition(".")[0]) if name else None
             other = _listed_experts(name, module, around, chosen) or _folded_experts(name, module, chosen)
@@ -95,6 +95,8 @@ def find_experts(
                 found.append(other)
             elif other is not None:
                 passed_over.append(other)
+            fused = _matrices_in_groups(module) if other is None else {}
+        if not fused:
             continue
         sizes = {parameter.shape[0] for parameter in fused.values()}
         if len(sizes) != 1:
@@ -225,16 +227,17 @@ def _check_shared(found: Sequence[ExpertsModule]) -> None:
             first.setdefault(p, next(iter(others), experts.name))
 
 
-def _of_all_experts(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own parameters ``[E, a, b]``; without one, those of experts in groups, ``[E, e, a, b]``.
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters ``[E, a, b]``."""
+    own = module.named_parameters(recurse=False)
+    return {key: p for key, p in own if p.ndim == 3 and len(p) > 1 and p.is_floating_point()}
 
-    One alone of four dimensions may be a convolution's.
-    """
-    own = {key: p for key, p in module.named_parameters(recurse=False) if p.is_floating_point()}
-    matrices = {key: p for key, p in own.items() if p.ndim == 3 and len(p) > 1}
-    grouped = {key: p for key, p in own.items() if p.ndim == 4 and min(p.shape[:2]) > 1}
-    alike = len(grouped) > 1 and len({p.shape[:2] for p in grouped.values()}) == 1
-    return matrices or (grouped if alike else {})
+
+def _matrices_in_groups(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters ``[E, e, a, b]``, those of experts in groups. One alone is a convolution's."""
+    own = module.named_parameters(recurse=False)
+    found = {key: p for key, p in own if p.ndim == 4 and min(p.shape[:2]) > 1 and p.is_floating_point()}
+    return found if len(found) > 1 and len({p.shape[:2] for p in found.values()}) == 1 else {}
 
 
 def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter], num_experts: int) -> str | None:
@@ -246,7 +249,8 @@ def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter
     for text in (type(module).__name__, name.rpartition(".")[2]):
         if _NAME.search(text):
             return f"the name {text}"
-    widths = {size for parameter in fused.values() for size in parameter.shape[1:]}
+    # Of kernels of convolutions sizes agree with much.
+    widths = {size for parameter in fused.values() if parameter.ndim == 3 for size in parameter.shape[1:]}
     for key, parameter in module.named_parameters():
         if parameter.ndim == 2 and parameter.shape[0] == num_experts and parameter.shape[1] in widths:
             return f"the router {key} {list(parameter.shape)}"
@@ -268,7 +272,7 @@ def _nothing_found(model: nn.Module, patterns: Sequence[str] | None, passed_over
     lines = [f"hecate.compile: no experts found in {type(model).__name__}."]
     if patterns is not None:
         lines = [f"hecate.Config(experts=...): {', '.join(patterns)} matches no module with [E, a, b] parameters."]
-        names = [name for name, m in model.named_modules() if _of_all_experts(m)]
+        names = [name for name, m in model.named_modules() if _matrices(m)]
         lines.append(f"Modules with such parameters: {', '.join(names) or 'none'}.")
     else:
         lines.append(

@@ -64,6 +64,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node], num_experts: int) -> Cells
         if named(node, "bmm", "matmul")
         and arg(node, 1) in views
         and len(shape_of(arg(node, 1))) == len(shape_of(arg(node, 0))) == 3
+        and shape_of(arg(node, 1))[0] == num_experts
     }
     if not products:
         return None

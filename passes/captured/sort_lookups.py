@@ -69,7 +69,9 @@ class _LookedUp:
 
 def _find(facts: GraphFacts, gathers: Sequence[Node]) -> _LookedUp | None:
     """Find the looked-up experts of one layer and check them; None if it has none. Raises Refused."""
-    slots = computed_from(gathers)
+    num_experts = arg(gathers[0], 1)
+    # Of views, those that have a row for each expert.
+    slots = [slot for slot in computed_from(gathers) if shape_of(slot)[:1] == (num_experts,)]
     lookups = {user: ids for slot in slots for user in slot.users if (ids := _numbers_of(user, slot)) is not None}
     products = {
         user: product
@@ -83,7 +85,7 @@ def _find(facts: GraphFacts, gathers: Sequence[Node]) -> _LookedUp | None:
     if others:
         raise Refused(f"by two different numbers, {describe(ids)} and {describe(others[0])}", others[0])
     bound = bound_of(ids)
-    if bound is None or bound > arg(gathers[0], 1):
+    if bound is None or bound > num_experts:
         raise Refused(f"cannot tell that {describe(ids)} are numbers of experts, from a topk or argmax", ids)
     vectors = [lookup for lookup in lookups if all(lookup is not product.matrix for product in products.values())]
     rows = {node: product.rows for node, product in products.items()}
@@ -120,7 +122,8 @@ def _product(node: Node, lookup: Node, ids: Node) -> _Product | None:
         # Without the choice, rows of a token go to all of its experts.
         of_rows = {numbers + summed} | ({numbers[:-1] + summed} if depth == 2 else set())
         # A size of 1 would be broadcast.
-        alike = str(shape_of(given[0])[:-1]) == str(shape_of(ids)[: len(x) - 1])
+        wanted = (*shape_of(ids)[: len(x) - 1], shape_of(lookup)[w.index(summed)])
+        alike = str(tuple(shape_of(given[0]))) == str(wanted)
         if len({*w}) == len(w) and x in of_rows and alike and result == numbers + made:
             return _Product(rows=given[0], matrix=lookup, transposed=summed == second)
     return None

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import symbolic_convert
 
 import hecate
 from tests.hecate_compile.graph.asserting_models import WIDTH, Asserting, ExpertChoice
@@ -56,13 +55,25 @@ def _compiled(how: str) -> tuple[nn.Module, nn.Module]:
     [("values", 1), ("both", 1), ("size", 1), ("list", 1), ("negated", 2), ("branch", 2), ("other error", 2)],
 )
 def test_graphs_are_whole(how: str, graphs: int) -> None:
-    as_it_was = symbolic_convert._detect_and_normalize_assert_statement
     model, plain = _compiled(how)
     x = torch.randn(3, WIDTH)
     torch.testing.assert_close(model(x), plain(x))
     assert len(hecate.explain(model).graphs) == graphs
-    # Nobody else's code is traced so.
-    assert symbolic_convert._detect_and_normalize_assert_statement is as_it_was
+
+
+def test_nobody_elses_code_is_traced_so() -> None:
+    model, plain = _compiled("values")
+    x = torch.randn(3, WIDTH)
+    model(x)
+    broken: list[torch.fx.GraphModule] = []
+    torch.compile(plain, backend=lambda gm, inputs: broken.append(gm) or gm)(x)
+    assert len(broken) == 2
+
+
+def test_who_catches_an_assertion_goes_on() -> None:
+    model, plain = _compiled("caught")
+    for x in (torch.randn(3, WIDTH), torch.full((3, WIDTH), torch.inf)):
+        assert torch.equal(model(x).isfinite(), plain(x).isfinite())
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ class _Groups(nn.Module):
 def test_experts_in_groups_are_found_and_convolutions_are_not() -> None:
     found, passed_over = find_experts(nn.Sequential(_Groups((4, 2, 8, 16), (4, 2, 16, 8))))
     assert [(one.num_experts, one.parameters) for one in found] == [(4, ("w0", "w1"))] and not passed_over
+    # Whatever is beside them.
+    kernels = _Groups((64, 32, 3, 3), (64, 32, 3, 3))
+    kernels.num_experts, kernels.squeeze = 0, nn.Linear(32, 64)
+    with pytest.raises(NoExpertsError, match="4-D parameters, but no router"):
+        find_experts(nn.Sequential(kernels))
     for shapes in ([(4, 8, 3, 3)], [(4, 8, 3, 3), (4, 4, 3, 3)], [(4, 1, 8, 16), (4, 1, 16, 8)]):
         with pytest.raises(NoExpertsError, match="no experts found"):
             find_experts(nn.Sequential(_Groups(*shapes)))

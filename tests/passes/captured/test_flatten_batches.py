@@ -126,6 +126,11 @@ def test_refuses(between: Between, g: GraphUnderTest) -> None:
     assert "batched products" in outcome.skipped[0].reason
 
 
+def test_a_part_of_the_experts_stays(g: GraphUnderTest) -> None:
+    some = g.call(operator.getitem, g.experts(H, I), slice(None, 2))
+    leaves_alone(flatten_batches, g, g.finish(g.call(torch.matmul, rows(g, 2, C, H), some)))
+
+
 def test_leaves_other_products_alone(g: GraphUnderTest) -> None:
     rows, _, offsets = g.routing()
     y = g.call(torch.ops.hecate.grouped_mm.default, rows, g.experts(H, I), offsets)

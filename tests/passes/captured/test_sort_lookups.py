@@ -94,6 +94,22 @@ def test_refuses_numbers_that_may_be_of_no_expert(g: GraphUnderTest) -> None:
     assert "from a topk or argmax" in outcome.skipped[0].reason
 
 
+def test_a_part_of_the_experts_stays(g: GraphUnderTest) -> None:
+    hidden = g.input(torch.randn(TOKENS, H))
+    _, ids = g.parts(g.call(torch.topk, g.call(operator.matmul, hidden, g.parameter(H, 2)), 1), 2)
+    some = g.call(operator.getitem, g.experts(H, I), slice(None, 2))
+    out = g.call(torch.einsum, "ti,taio->tao", hidden, g.call(operator.getitem, some, ids))
+    leaves_alone(sort_lookups, g, g.finish(out))
+
+
+def test_a_width_that_is_broadcast_stays(g: GraphUnderTest) -> None:
+    hidden = g.input(torch.randn(TOKENS, H))
+    _, ids = choose(g, hidden)
+    column = g.call(operator.getitem, hidden, (slice(None), slice(None, 1)))
+    out = g.call(torch.einsum, "ti,taio->tao", column, g.call(operator.getitem, g.experts(H, I), ids))
+    leaves_alone(sort_lookups, g, g.finish(out))
+
+
 def test_rows_that_are_broadcast_stay(g: GraphUnderTest) -> None:
     hidden, one = g.input(torch.randn(TOKENS, H)), g.input(torch.randn(1, H))
     _, ids = choose(g, hidden)
