@@ -137,6 +137,7 @@ class OtherTurns(TrainingTurns):
         gc.collect()
         assert gone() is None, "the model is still there"
         self.model = hecate.compile(self.build(7), self.drawn.config())
+        self.buffers.of_a_new_model()
         if self.dress.adapters is not None:
             self.model.load_state_dict(base)
         for model in self.both:

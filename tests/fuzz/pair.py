@@ -75,8 +75,8 @@ class Pair(Loop):
         self.differ, self.saved = 0.0, None
         self.frozen: tuple[nn.Module, nn.Module] | None = None
         self.plain: PlainCompiled | None = None
-        # Made so far, of the model and of the plain one.
-        self.graphs = 0, 0
+        # Made so far, of the model and of the plain one; and whether the last forward did not come to its end.
+        self.graphs, self.cut_short = (0, 0), False
         reference = build_reference(drawn, dress, 1)
         model = hecate.compile(build_dressed(drawn, dress, 2), drawn.config())
         case = Case("sgd", clip, 1, keep_zeros=False, ragged=False, actions=())
@@ -116,13 +116,16 @@ class Pair(Loop):
         found = [""]
         if self.plain is not None:
             before, now = self.graphs, (compiled_model_of(self.model, "explain").backend._number, self.plain.graphs)
-            self.graphs, (ours, theirs) = now, (now[0] - before[0], now[1] - before[1])
+            ours, theirs = now[0] - before[0], now[1] - before[1]
+            if not self.cut_short:
+                self.graphs = now
             found = [f"{ours} more graphs, and {theirs} of a plain torch.compile" if ours > theirs else ""]
         # No rank may end its life alone.
         dist.broadcast_object_list(found)
         return found[0]
 
     def call_plain(self, method: str = "__call__", **given: Any) -> None:
+        self.cut_short = False
         if self.plain is not None:
             with self.plain.running(self.reference) as model:
                 getattr(model, method)(**given)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 class RankBuffers:
     """Has one process be one rank after another, each with buffers of its own.
 
-    Before a forward all take rank 0's, if that is due: if the last forward with gradients averaged them.
+    Before a forward all take rank 0's, if that is due: in a model's first, and if the last forward with gradients
+    averaged them.
     """
 
     def __init__(self, model: nn.Module, size: int, rank: int) -> None:
@@ -31,6 +32,10 @@ class RankBuffers:
         for (module, key), buffer in zip(self._kept, self._of[rank], strict=True):
             module._buffers[key] = buffer
         self._now = rank
+
+    def of_a_new_model(self) -> None:
+        """Begin with a model that has not been called yet."""
+        self._due = True
 
     def before_forward(self, *, training: bool, averages: bool = True) -> None:
         due, self._due = self._due, training and averages
