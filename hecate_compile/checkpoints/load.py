@@ -74,7 +74,8 @@ def load(
         strict: the checkpoint must have the model's parameters and buffers, and no others. Otherwise the tensors that
             both have are loaded.
         cast: load tensors of another dtype too.
-        same_options: refuse a model whose configuration says that it computes something else.
+        same_options: refuse a model that computes something else: by its configuration, or because adapters would lie
+            over another frozen base, which is not in a checkpoint.
 
     Returns:
         The step, and the ``extra`` that was saved with it.

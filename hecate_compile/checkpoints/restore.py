@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from hecate.checkpoints.adapters import base_differences, base_digests
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, describe
 from hecate.checkpoints.manifest import read_manifest
 from hecate.checkpoints.optimizer_tensors import (
@@ -148,6 +149,8 @@ class Restoring:
             lambda: self._differences(model, optimizers, strict=strict, cast=cast, same_options=same_options)
         )
         told = [line for lines in self.ranks.gather(problems) for line in lines]
+        if model is not None and same_options and not told:
+            told = self._differences_of_base(model, cast=cast)
         if told:
             shown = "".join(f"\n  {line}" for line in list(dict.fromkeys(told))[:12])
             raise MismatchError(f"hecate.load: {self.path} is of another model or optimizer:{shown}")
@@ -195,6 +198,21 @@ class Restoring:
             for optimizer, saved in zip(optimizers, self.run["optimizers"], strict=True):
                 out += compare_groups(model, optimizer, saved["groups"])
         return out
+
+    def _differences_of_base(self, model: nn.Module, *, cast: bool) -> list[str]:
+        """List how the base under adapters differs from what it was when they were saved. A collective."""
+        # Checkpoints of earlier versions say nothing of it.
+        saved = [own.get("base", {}) for own in self.own]
+        if not any(saved):
+            return []
+
+        def here() -> dict[str, list[Any]]:
+            state = get_model_state_dict(model)
+            names = {name for rank in saved for name in rank if name in state}
+            return base_digests(state, names, first=self.ranks.first)
+
+        now = self.ranks.gather(self._usable(here))
+        return self._usable(lambda: base_differences(saved, now, cast=cast))
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         placement = self.run["placement"]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.optim import Optimizer
 
 from hecate.checkpoints import publish
+from hecate.checkpoints.adapters import base_digests, frozen_base, has_adapters
 from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
 from hecate.checkpoints.optimizer_tensors import as_optimizers, optimizer_name, optimizer_tensors
 from hecate.checkpoints.run_state import function_options, modules_with_extra_state, placement_state, random_state
@@ -29,9 +30,7 @@ from hecate.checkpoints.safety.plain_data import check_plain, write_plain
 from hecate.checkpoints.safety.tensor_index import INDEX, write_index
 from hecate.checkpoints.state_dicts import (
     LogicalTensor,
-    frozen_base,
     get_model_state_dict,
-    has_adapters,
     persistent_buffers,
 )
 from hecate.compiled_model import compiled_model_of, is_compiled
@@ -156,6 +155,7 @@ def _check(step: int, keep: int | None, extra: Any) -> None:
 def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra: Any, *, first: bool) -> Snapshot:
     tensors: dict[str, Any] = {}
     run: dict[str, Any] = {"step": step, "torch": torch.__version__, "optimizers": []}
+    base: dict[str, Any] = {}
     device = torch.device("cpu")
     if model is not None:
         tensors["model"] = get_model_state_dict(model)
@@ -165,6 +165,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
         if has_adapters(model):
             # The base can be had from where it came from, and is many times as large.
             run["left_out"] = sorted(frozen_base(model))
+            base = base_digests(tensors["model"], run["left_out"], first=first)
             for name in run["left_out"]:
                 tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)
@@ -180,7 +181,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
         tensors[optimizer_name(number)] = {"state": found.tensors}
         run["optimizers"].append({"groups": found.groups, "plain": found.plain})
     check_plain(run, "the run's state")
-    return Snapshot(tensors, run, {"random": random_state(device), "extra": extra})
+    return Snapshot(tensors, run, {"random": random_state(device), "extra": extra, "base": base})
 
 
 def _copied(snapshot: Snapshot) -> Snapshot:

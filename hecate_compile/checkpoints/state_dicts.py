@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hecate.compiled_model import compiled_model_of, is_compiled
+from hecate.compiled_model import is_compiled
 from hecate.private import buffers_of, is_persistent, parameters_of
 from hecate.runtime.ops.dense import DenseShard
 from hecate.training.state_layout import is_for_all, lines_per_row
@@ -168,44 +168,3 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for key, buffer in buffers_of(module).items()
         if buffer is not None and is_persistent(module, key)
     }
-
-
-# --- PEFT's adapters ---
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether PEFT has put adapters into ``model``, which have other names, and files of their own."""
-    return any("peft_config" in module.__dict__ for module in model.modules())
-
-
-def check_no_adapters(model: nn.Module, function: str, way_out: str) -> None:
-    """Raise ValueError for a model with PEFT's adapters."""
-    if has_adapters(model):
-        raise ValueError(f"{function}: the model has adapters of PEFT. {way_out}")
-
-
-def frozen_base(model: nn.Module) -> set[str]:
-    """Return all names in the plain model's state dict of parameters that are no adapter's, and frozen all along."""
-    adapters = {
-        id(parameter)
-        for module in model.modules()
-        # Names that PEFT's layers give; an adapter that is not active is frozen, and an adapter all the same.
-        for part in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
-        for parameter in _parameters_at(module, part)
-    }
-    ours = adapters | (compiled_model_of(model, "save").backend.written if is_compiled(model) else set())
-    return {
-        site.name
-        for site in sites_of(model)
-        if not site.parameter.requires_grad and id(site.parameter) not in ours and "lora_" not in site.name
-    }
-
-
-def _parameters_at(module: nn.Module, path: str) -> Iterator[nn.Parameter]:
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, nn.Module):
-        yield from found.parameters()
-    elif isinstance(found, nn.Parameter):
-        yield found

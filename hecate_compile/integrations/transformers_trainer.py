@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
+from hecate.checkpoints.adapters import has_adapters
 from hecate.checkpoints.hub.load_pretrained import load_pretrained
 from hecate.checkpoints.load import load as load_checkpoint
 from hecate.checkpoints.optimizer_tensors import take_whole_state
 from hecate.checkpoints.save import save as save_checkpoint
-from hecate.checkpoints.state_dicts import has_adapters
 from hecate.compiled_model import is_compiled
 from hecate.private import (
     TRAINER_LOAD,

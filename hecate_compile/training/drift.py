@@ -22,6 +22,7 @@ from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode
+from hecate.training.digest import digest, has_digest
 
 # Training forwards after which ranks compare for the first times: errors by design show soon.
 _EARLY = (1, 10, 50)
@@ -183,18 +184,18 @@ class SameBatches:
             self._compare()
         else:
             with torch.no_grad():
-                for tensor in filter(_has_bytes, tree_leaves((args, kwargs))):
+                for tensor in filter(has_digest, tree_leaves((args, kwargs))):
                     # Kept on the model's device, where nobody waits for it.
-                    digest = _digest(tensor).to(self._world.device)
-                    self._digest = digest if self._digest is None else self._digest * _FACTOR + digest
+                    found = digest(tensor).to(self._world.device) + tensor.numel()
+                    self._digest = found if self._digest is None else self._digest * _FACTOR + found
         self._forwards += 1
 
     def _compare(self) -> None:
         """Compare digests, and warn. A collective, to which a rank without inputs comes, too."""
         world, mine = self._world, self._digest
         self._digest = None
-        digest = torch.zeros((), dtype=torch.int64, device=world.device) if mine is None else mine
-        told = torch.stack([digest, torch.full_like(digest, mine is not None)])
+        inputs = torch.zeros((), dtype=torch.int64, device=world.device) if mine is None else mine
+        told = torch.stack([inputs, torch.full_like(inputs, mine is not None)])
         # This collective must not run at the same time as those that graphs have started.
         world.queue.drain()
         with doing("the comparison of batches"):
@@ -208,16 +209,3 @@ class SameBatches:
                 "random, another seed on each rank.",
                 stacklevel=2,
             )
-
-
-def _has_bytes(leaf: Any) -> bool:
-    plain = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not is_traceable_wrapper_subclass(leaf)
-    return plain and leaf.numel() > 0 and leaf.device.type != "meta"
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """Return an int64 scalar that changes with the bytes of ``tensor`` and with their order."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
-    places = torch.arange(len(words), device=words.device)
-    return (words * (2 * places + 1)).sum() + len(raw)

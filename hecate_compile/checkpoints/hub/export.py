@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from hecate.checkpoints.adapters import check_no_adapters
 from hecate.checkpoints.coordination import Ranks, ranks_of
 from hecate.checkpoints.hub.layouts import PlainLayout, PlainTensor, PlainView, PretrainedLayout, Tensors
 from hecate.checkpoints.publish import discard, sync
 from hecate.checkpoints.run_state import modules_with_extra_state
-from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import dtypes_kept_apart
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hecate.checkpoints.adapters import check_no_adapters
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, ranks_of
 from hecate.checkpoints.hub.layouts import PlainTensor, PlainView
 from hecate.checkpoints.hub.read_plan import Group, ReadPlan, SafeFiles
-from hecate.checkpoints.state_dicts import check_no_adapters
 from hecate.private import set_weight_conversions
 from hecate.runtime.ops.dense import DenseShard
 from hecate.wrap.expert_shards import is_expert_shard, is_member_shard

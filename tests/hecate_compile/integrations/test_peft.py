@@ -98,7 +98,27 @@ def train(kind: str) -> dict[str, Any]:
     loaded = model.state_dict()
     found["loaded"] = all(torch.equal(loaded[k], v) for k, v in fresh.items() if "lora_" in k)
     found["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
+    found["bases"] = load_over_bases(model, kind)
     return found
+
+
+def load_over_bases(model: nn.Module, kind: str) -> list[str]:
+    """What is said of a checkpoint of all ranks that is loaded over its own base, and over one other of each kind."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    hecate.save(folder[0], model, step=1)
+    said = []
+    for word in ("", "embed", "experts"):
+        again = adapted(kind)
+        with torch.no_grad():
+            for name, parameter in again.named_parameters():
+                if word and word in name and "lora_" not in name:
+                    # The last number of the last expert, by the least that there is.
+                    last = parameter.view(-1)[-1:]
+                    last.copy_(torch.nextafter(last, last + 1))
+        hecate.compile(again, hecate.Config(backend="aot_eager"))
+        said.append(message_of(lambda again=again: hecate.load(folder[0], again)))
+    return said
 
 
 def checkpoint_layers() -> list[dict[str, Any]]:
@@ -193,6 +213,8 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
         assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
         assert all("after hecate.compile: the adapter of" in said for said in found["merged"]), found["merged"]
         assert found["same names"] and found["loaded"]
+        same, *others = found["bases"]
+        assert same == "no error" and all("the base here is another one" in said for said in others), found["bases"]
         assert (found["exchanged"], found["skipped"], found["graphs"]) == (1, [], 1), found["skipped"]
         # The list has no config that a plain model could be built from again.
         assert kind == "list" or (found["saved"] < 1e-5 and found["off"] < 1e-5)
@@ -283,6 +305,25 @@ def test_two_adapters_on_experts_are_refused() -> None:
         hecate.compile(model)
     # Nothing was changed.
     assert torch.isfinite(model(input_ids=batch(0, rows=2)).logits).all()
+
+
+def test_adapters_are_not_loaded_over_another_base(tmp_path: Path) -> None:
+    model: Any = adapted("qwen3_moe")
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    hecate.save(tmp_path, model, step=1)
+    hecate.load(tmp_path, model)
+    name, router = next((n, p) for n, p in model.named_parameters() if n.endswith("gate.weight"))
+    with torch.no_grad():
+        router[0, 0] += 1
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(hecate.CheckpointError, match=rf"1 of its \d+ parameters have other values, {name} the first"):
+        hecate.load(tmp_path, model)
+    assert state_error(model.state_dict(), before) == 0.0
+    hecate.load(tmp_path, model, same_options=False)
+    router.data = router.data.double()
+    with pytest.raises(hecate.CheckpointError, match="was float32 when they were saved, and is float64; cast=True"):
+        hecate.load(tmp_path, model)
+    hecate.load(tmp_path, model, cast=True)
 
 
 def test_a_part_of_the_base_that_was_trained_and_frozen_again_is_saved(tmp_path: Path) -> None:
