@@ -120,7 +120,9 @@ def install_replicated_reads(
             if records.get(key) is not record:
                 records[key] = record
                 number = record.id if sync.in_graph and (traced is None or module in traced) else None
-                readers[key] = _read_dense(key, number, step, param_dtype, averages_in_python=traced is None)
+                # Modules whose reads change nothing keep the class that Dynamo knows them by: one graph serves all.
+                if number is not None or param_dtype is not None:
+                    readers[key] = _read_dense(key, number, step, param_dtype, averages_in_python=traced is None)
         if readers:
             _swap_class(module, readers)
     return tuple(new)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import pgo
 
 # As many as it wants, and one more for other hooks, which it would otherwise not notice.
 _OPTIONS: dict[str, Any] = dict(
@@ -19,9 +20,16 @@ class PlainCompiled:
     """A model under a plain torch.compile, with ``graphs`` so far."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.graphs = model, 0
+        self.model = model
+        # Which sizes Dynamo has seen change, by lines of code, which the compiled model has, too.
+        self._seen: Any = None
+        self.compile()
+
+    def compile(self) -> None:
+        """Begin without graphs."""
+        self.graphs = 0
         # Dynamo keeps graphs with their code, which the reference of the same class shares.
-        model.compile(backend=self._backend, isolate_recompiles=True)
+        self.model.compile(backend=self._backend, isolate_recompiles=True)
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         self.graphs += 1
@@ -32,5 +40,9 @@ class PlainCompiled:
         """Yield the model with the weights of ``like``."""
         with torch.no_grad():
             self.model.load_state_dict(like.state_dict())
-        with torch._dynamo.config.patch(_OPTIONS):
-            yield self.model
+        others, pgo._CODE_STATE = pgo._CODE_STATE, self._seen
+        try:
+            with torch._dynamo.config.patch(_OPTIONS):
+                yield self.model
+        finally:
+            self._seen, pgo._CODE_STATE = pgo._CODE_STATE, others

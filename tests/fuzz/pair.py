@@ -107,15 +107,24 @@ class Pair(Loop):
 
     def count_graphs(self) -> None:
         """Compare with a plain torch.compile from now on, turn by turn; one rank does."""
-        self.graphs = 0, 0
+        self.graphs = self.graphs_so_far(), 0
         if self.rank == 0:
             self.plain = PlainCompiled(build_reference(self.drawn, self.dress, 3))
+
+    def graphs_so_far(self) -> int:
+        return compiled_model_of(self.model, "explain").backend._number
+
+    def hooks_changed(self) -> None:
+        """Count graphs from the first on: for other hooks all of a compiled model are made anew."""
+        if self.plain is not None:
+            self.plain.compile()
+            self.graphs = self.graphs_so_far(), 0
 
     def graphs_too_many(self) -> str:
         """Return by how many, on all ranks."""
         found = [""]
         if self.plain is not None:
-            before, now = self.graphs, (compiled_model_of(self.model, "explain").backend._number, self.plain.graphs)
+            before, now = self.graphs, (self.graphs_so_far(), self.plain.graphs)
             ours, theirs = now[0] - before[0], now[1] - before[1]
             if not self.cut_short:
                 self.graphs = now

@@ -110,6 +110,7 @@ class TrainingTurns(Pair):
         for model in self.models:
             module = model.get_submodule(name)
             self.hooks.append(module.register_forward_hook(lambda module, inputs, output: output * 0.5))
+        self.hooks_changed()
 
     def hook_on_a_parameter(self) -> None:
         """Halve a gradient, which is the same before and after it is averaged."""
@@ -123,6 +124,7 @@ class TrainingTurns(Pair):
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.hooks_changed()
 
     def checkpoint_layers(self) -> None:
         """Switch the checkpointing of transformers' layers on, or off again."""

@@ -92,3 +92,33 @@ def test_one_process() -> None:
 def test_what_does_not_go_with_it(other: Any) -> None:
     with pytest.raises(ValueError, match="keeps the whole model on every rank; leave"):
         hecate.Config(policy="replicate", **other)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.linear(tokens)
+        if out.max() > 100:
+            out = out / 2
+        return out.sin()
+
+
+def graphs_by_depth() -> list[int]:
+    found = []
+    for depth in (1, 4):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*[Branch() for _ in range(depth)])
+        model = hecate.compile(blocks, hecate.Config(policy="replicate", backend="aot_eager"))
+        for _ in range(2):
+            model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+        found.append(len(hecate.explain(model).graphs))
+    return found
+
+
+@pytest.mark.distributed
+def test_blocks_share_graphs_as_under_torch_compile() -> None:
+    for few, many in run_ranks(graphs_by_depth, 2):
+        assert few == many > 1
