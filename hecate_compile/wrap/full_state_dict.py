@@ -90,10 +90,12 @@ def _keep_full(
             shard = _shard_at(module, prefix, key)
             if tuple(full.shape) != tuple(shard.full_shape):
                 errors.append(
-                    f"{prefix + key}: the checkpoint has {list(full.shape)}, the model {list(shard.full_shape)}. "
-                    f"hecate models load full tensors; every rank slices its {shard.part} itself."
+                    f"size mismatch for {prefix + key}: the checkpoint has {list(full.shape)}, the model "
+                    f"{list(shard.full_shape)}. hecate models load full tensors; every rank slices its {shard.part} "
+                    "itself."
                 )
-                del state[prefix + key]
+                # What is there stays, and is not missing.
+                state[prefix + key] = current
                 continue
             loaded = parameters_of(first)[first_key]
             if metadata.get("assign_to_params_buffers") and loaded is not current:

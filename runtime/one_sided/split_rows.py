@@ -8,7 +8,7 @@ from hecate.runtime.comm.collectives import on_device
 from hecate.runtime.kernels.launch import launch, runs_on, tl, tuned
 from hecate.runtime.kernels.operands import check_index, check_turned
 from hecate.runtime.one_sided.links import MOST_RANKS
-from hecate.runtime.placement.planner.dispatch import split_wanted
+from hecate.runtime.placement.planner.dispatch import Wanted, received_of, sent_of
 from hecate.runtime.placement.topology import Topology
 
 # A single configuration: a few microseconds are not worth a trial.
@@ -74,9 +74,11 @@ def split_rows_reference(
     topology = Topology(tuple(nodes[order.argsort()].tolist()))
     have, want, by_node = (numbers.cpu().numpy() for numbers in (counts, wanted, order))
     experts, ranks = np.repeat(np.arange(len(want)), len(have)), np.tile(by_node, len(want))
-    quotas = split_wanted(have, experts, ranks, want[:, by_node].reshape(-1), topology, rank)
-    sends, receives = (on_device(part, counts.device) for part in (quotas.sends, quotas.receives))
-    return sends, receives
+    of_holders = Wanted(experts, ranks, want[:, by_node].reshape(-1))
+    sends = np.zeros_like(want)
+    sends[experts, ranks] = sent_of(have, of_holders, topology, rank)
+    receives = np.ascontiguousarray(received_of(have, of_holders, np.arange(len(want)), topology, rank).T)
+    return on_device(sends, counts.device), on_device(receives, counts.device)
 
 
 @tuned(CONFIGS, key=[], varying=["rank", "ranks", "experts"])

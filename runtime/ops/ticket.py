@@ -76,15 +76,13 @@ def make_tickets(
     """Plan the rows that one rank sends and receives, from its ``quotas``, in ``chunks`` chunks."""
     # Step 1: rows that leave. A segment is the rows of one expert that go to one rank; the first rows of an
     # expert go to the lowest rank. Together the segments are all rows, in order.
-    experts, destinations = np.nonzero(quotas.sends)
-    whole = quotas.sends[experts, destinations]
+    experts, destinations = placement.pairs
+    whole, order = quotas.sent, placement.leaving
     first = np.cumsum(whole) - whole
-    owners = placement.owner_array[experts]
-    order = np.lexsort((experts, owners, owners != destinations, destinations))
 
     # Step 2: the rows that it receives, [W, S] rows of each source for each slot.
     slots = placement.slots_on(rank)
-    received = quotas.receives[:, slots]
+    received = quotas.received.T
 
     # Step 3: each chunk's part of the rows that leave, and for those that arrive in (source, slot) order the
     # segments in (slot, source) order.

@@ -49,6 +49,18 @@ class Placement:
         return experts, np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
 
     @cached_property
+    def starts(self) -> Ints:
+        """Where each expert begins in :attr:`pairs`, int64 ``[E]``."""
+        return np.flatnonzero(changes(self.pairs[0]))
+
+    @cached_property
+    def leaving(self) -> Ints:
+        """Places of :attr:`pairs` in the order of leaving rows: by (rank, replica, owner, expert), int64 ``[n]``."""
+        experts, ranks = self.pairs
+        owners = self.owner_array[experts]
+        return np.lexsort((experts, owners, owners != ranks, ranks))
+
+    @cached_property
     def matrix(self) -> NDArray[np.int8]:
         """int8 ``[E, W]``: 2 for the owner, 1 for a replica, 0 elsewhere."""
         matrix = np.zeros((self.owners.num_experts, self.owners.world_size), dtype=np.int8)

@@ -176,27 +176,27 @@ class LayerPlacer:
         """Check that every row of this rank goes to one holder of its expert, and only such rows arrive."""
         if not isinstance(quotas, Quotas):
             raise self._wrong("assign", f"{_kind(quotas)}, not Quotas")
-        held = placement.matrix > 0
-        if quotas.sends.shape != held.shape or quotas.receives.shape != counts.shape:
-            shapes = f"sends {list(quotas.sends.shape)} and receives {list(quotas.receives.shape)}"
-            raise self._wrong("assign", f"{shapes}, not {list(held.shape)} and {list(counts.shape)}")
-        sent, strangers = quotas.sends.sum(1), np.where(held, 0, quotas.sends).any(1)
-        wrong = (sent != counts[rank]) | strangers | (quotas.sends < 0).any(1)
-        if wrong.any():
+        if quotas.rank != rank or (quotas.placement is not placement and quotas.placement != placement):
+            raise self._wrong("assign", f"Quotas of rank {quotas.rank}, or of another placement")
+        slots, world_size = placement.slots_on(rank), len(counts)
+        if quotas.sent.shape != placement.leaving.shape or quotas.received.shape != (len(slots), world_size):
+            shapes = f"sent {list(quotas.sent.shape)} and received {list(quotas.received.shape)}"
+            wanted = f"{list(placement.leaving.shape)} and {[len(slots), world_size]}"
+            raise self._wrong("assign", f"{shapes}, not {wanted}")
+        sent = np.add.reduceat(quotas.sent, placement.starts)
+        if (wrong := (sent != counts[rank]) | (np.minimum.reduceat(quotas.sent, placement.starts) < 0)).any():
             expert = int(np.argmax(wrong))
             raise self._wrong(
                 "assign",
                 f"sends {quotas.sends[expert].tolist()} for expert {expert}. Rank {rank} has "
                 f"{int(counts[rank, expert])} rows for it, and ranks {list(placement.holders[expert])} hold it",
             )
-        wrong = ((quotas.receives < 0) | (quotas.receives > np.where(held[:, rank], counts, 0))).any(0)
-        if wrong.any():
-            expert = int(np.argmax(wrong))
+        if (wrong := ((quotas.received < 0) | (quotas.received > counts.T[slots])).any(1)).any():
+            slot = int(np.argmax(wrong))
             raise self._wrong(
                 "assign",
-                f"receives {quotas.receives[:, expert].tolist()} of expert {expert} for rank {rank}, which "
-                f"{'holds' if held[expert, rank] else 'does not hold'} it. Ranks have {counts[:, expert].tolist()} "
-                "rows for it",
+                f"receives {quotas.received[slot].tolist()} of expert {int(slots[slot])} for rank {rank}, which "
+                f"holds it. Ranks have {counts[:, slots[slot]].tolist()} rows for it",
             )
 
     def observe(self, counts: Ints) -> None:

@@ -34,9 +34,9 @@ def _communicates(life: Any) -> bool:
 
 
 def _meets_first(life: Any) -> bool:
-    """Whether a forward begins with a graph: a collective before it leaves a rank behind, and the run ends."""
-    buffers = life.dress.balanced or life.dress.statistics
-    return _communicates(life) and life.drawn.options.get("dense") != "shard" and not buffers
+    """Whether ranks meet before anything else: a collective before that leaves a rank behind, and the run ends."""
+    buffers, gathers = life.dress.balanced or life.dress.statistics, life.drawn.options["policy"] == "gather"
+    return _communicates(life) and life.drawn.options.get("dense") != "shard" and not buffers and not gathers
 
 
 def _step(life: Any, kind: Any, **options: Any) -> None:

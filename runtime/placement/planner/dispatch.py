@@ -21,12 +21,49 @@ class Quotas:
     """A rank's part of the exchange. Rank r's rows for d are those that d expects from r: both compute them alone.
 
     Attributes:
-        sends: rows of each expert to each rank, int64 ``[E, W]``.
-        receives: rows from each rank of each expert, int64 ``[W, E]``.
+        sent: rows of ``rank`` for each expert's holders, in the order of ``placement.pairs``, int64 ``[n]``.
+        received: rows from each rank for each slot of ``rank``, int64 ``[S, W]``.
     """
 
-    sends: Ints
-    receives: Ints
+    placement: Placement
+    rank: int
+    sent: Ints
+    received: Ints
+
+    @classmethod
+    def from_matrices(cls, placement: Placement, rank: int, sends: Ints, receives: Ints) -> Quotas:
+        """Return the quotas with these :attr:`sends` and :attr:`receives`.
+
+        Raises:
+            ValueError: a shape does not fit, or an expert's rows go to a rank that does not hold it.
+        """
+        shape = placement.owners.num_experts, placement.owners.world_size
+        if sends.shape != shape or receives.shape != shape[::-1]:
+            shapes = f"sends {list(sends.shape)} and receives {list(receives.shape)}"
+            raise ValueError(f"hecate.Quotas: {shapes}, not {list(shape)} and {list(shape[::-1])}")
+        quotas = cls(placement, rank, sends[placement.pairs], receives.T[placement.slots_on(rank)])
+        for name, given, kept in (("sends", sends, quotas.sends), ("receives", receives.T, quotas.receives.T)):
+            if (wrong := (given != kept).any(1)).any():
+                expert = int(np.argmax(wrong))
+                raise ValueError(
+                    f"hecate.Quotas: rank {rank} {name} {given[expert].tolist()} of expert {expert}, which ranks "
+                    f"{list(placement.holders[expert])} hold"
+                )
+        return quotas
+
+    @property
+    def sends(self) -> Ints:
+        """Rows of each expert to each rank, int64 ``[E, W]``."""
+        sends = np.zeros((self.placement.owners.num_experts, self.placement.owners.world_size), dtype=np.int64)
+        sends[self.placement.pairs] = self.sent
+        return sends
+
+    @property
+    def receives(self) -> Ints:
+        """Rows from each rank of each expert, int64 ``[W, E]``."""
+        receives = np.zeros((self.placement.owners.world_size, self.placement.owners.num_experts), dtype=np.int64)
+        receives[:, self.placement.slots_on(self.rank)] = self.received.T
+        return receives
 
 
 def assign_tokens(
@@ -61,13 +98,7 @@ def rows_per_rank(counts: Ints, placement: Placement, topology: Topology, how: D
 
 
 def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
-    owners = placement.owner_array
-    sends = np.zeros(counts.T.shape, dtype=np.int64)
-    sends[np.arange(len(owners)), owners] = counts[rank]
-    receives = np.zeros(counts.shape, dtype=np.int64)
-    own = np.flatnonzero(owners == rank)
-    receives[:, own] = counts[:, own]
-    return Quotas(sends, receives)
+    return Quotas(placement, rank, counts[rank].copy(), counts.T[placement.slots_on(rank)])
 
 
 # --- the paper's rule ---
@@ -76,21 +107,19 @@ def _to_owners(counts: Ints, placement: Placement, rank: int) -> Quotas:
 def _nearest(counts: Ints, placement: Placement, topology: Topology, rank: int) -> Quotas:
     """Let a local holder take all local rows; else holders in the node share them evenly; else all holders do."""
     sends = _even_split(counts[rank], _eligible(placement, topology, rank), rank)
-    # Rows of other ranks by the same rule, seen from this rank, for the experts that it holds: ``[n, W]``.
-    receives = np.zeros_like(counts)
-    held = np.flatnonzero(placement.matrix[:, rank])
-    holds = placement.matrix[held] > 0
+    # Rows of other ranks by the same rule, seen from this rank, for its slots: ``[S, W]``.
+    slots = placement.slots_on(rank)
+    holds = placement.matrix[slots] > 0
     near = topology.sum_nodes(holds.T.astype(np.int64))[topology.nodes].T
     in_node = topology.nodes == topology.node_of[rank]
     shares = np.where(near > 0, near, holds.sum(1)[:, None])
     before = holds & (np.arange(topology.world_size) < rank)
     index = np.where(near > 0, (before & in_node).sum(1)[:, None], before.sum(1)[:, None])
-    base, extra = np.divmod(counts.T[held], shares)
+    base, extra = np.divmod(counts.T[slots], shares)
     turned = (index - np.arange(topology.world_size)) % shares
-    rows = np.where(~holds & ((near == 0) | in_node), base + (turned < extra), 0)
-    rows[:, rank] = counts[rank, held]
-    receives[:, held] = rows.T
-    return Quotas(sends, receives)
+    received = np.where(~holds & ((near == 0) | in_node), base + (turned < extra), 0)
+    received[:, rank] = counts[rank, slots]
+    return Quotas(placement, rank, sends[placement.pairs], received)
 
 
 def _eligible(placement: Placement, topology: Topology, source: int) -> Bools:
@@ -125,44 +154,39 @@ def _balanced(
         split = balance(counts.sum(0).tolist(), placement, topology)
     experts, ranks = placement.pairs
     quota = np.fromiter(chain.from_iterable(split), dtype=np.int64, count=len(ranks))
-    if not topology.in_order:
-        # By node first, so that a node's ranks stand side by side.
-        order = np.lexsort((topology.position[ranks], experts))
-        experts, ranks, quota = experts[order], ranks[order], quota[order]
-    return split_wanted(counts, experts, ranks, quota, topology, rank)
+    # By node first, so that a node's ranks stand side by side.
+    order = slice(None) if topology.in_order else np.lexsort((topology.position[ranks], experts))
+    wanted, sent = Wanted(experts[order], ranks[order], quota[order]), np.empty_like(quota)
+    sent[order] = sent_of(counts, wanted, topology, rank)
+    return Quotas(placement, rank, sent, received_of(counts, wanted, placement.slots_on(rank), topology, rank))
 
 
-def split_wanted(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Quotas:
-    """Return the part of ``rank`` if ``ranks[i]`` computes ``quota[i]`` rows of ``experts[i]``, all int64 ``[n]``.
+class Wanted(NamedTuple):
+    """What holders are to compute: ``ranks[i]`` has ``quota[i]`` rows of ``experts[i]``, all int64 ``[n]``.
 
-    They are ordered by expert, node and rank, and name all holders with rows; ``counts`` ``[W, E]`` are as many.
+    They are ordered by expert, node and rank, name all holders with rows, and are as many rows as ranks have.
     """
-    # All ranks have rows, but only holders compute them. So sends follow from the holders of all experts, and
-    # receives from all ranks' rows of the experts that this rank holds.
-    sends = np.zeros(counts.T.shape, dtype=np.int64)
-    sends[experts, ranks] = _sent(counts, experts, ranks, quota, topology, rank)
-    receives = np.zeros(counts.shape, dtype=np.int64)
-    demand = np.zeros(counts.T.shape, dtype=np.int64)
-    demand[experts, ranks] = quota
-    held = experts[ranks == rank]
-    receives[:, held] = _received(counts.T[held], demand[held], topology, rank).T
-    return Quotas(sends, receives)
+
+    experts: Ints
+    ranks: Ints
+    quota: Ints
 
 
-def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topology, rank: int) -> Ints:
-    """Return rows of ``rank`` for each holder ``ranks[i]`` that computes ``quota[i]`` of ``experts[i]``, ``[n]``.
+def sent_of(counts: Ints, wanted: Wanted, topology: Topology, rank: int) -> Ints:
+    """Return how many of the rows of ``rank`` each of the holders gets, ``[n]``; ranks have ``counts`` ``[W, E]``.
 
     First every rank keeps what it may. Then the rows of an expert that ranks have left lie on one line, rank by rank,
     and those that its holders still want on another, holder by holder. As many rows as the segment of a rank and that
     of a holder have in common go from the one to the other.
 
     >>> counts, quota = np.array([[5, 2], [7, 0]]), np.array([8, 4, 2])
-    >>> experts, ranks, topology = np.array([0, 0, 1]), np.array([0, 1, 1]), Topology.even(2, 2)
-    >>> _sent(counts, experts, ranks, quota, topology, rank=0).tolist()
+    >>> wanted, topology = Wanted(np.array([0, 0, 1]), np.array([0, 1, 1]), quota), Topology.even(2, 2)
+    >>> sent_of(counts, wanted, topology, rank=0).tolist()
     [5, 0, 2]
-    >>> _sent(counts, experts, ranks, quota, topology, rank=1).tolist()
+    >>> sent_of(counts, wanted, topology, rank=1).tolist()
     [3, 4, 0]
     """
+    experts, ranks, quota = wanted
     # Step 1: rows stay where they are.
     kept = np.minimum(counts[ranks, experts], quota)
     want = quota - kept
@@ -184,7 +208,7 @@ def _sent(counts: Ints, experts: Ints, ranks: Ints, quota: Ints, topology: Topol
 
 
 class _AfterNodes(NamedTuple):
-    """State of :func:`_sent` when rows have been sent inside nodes."""
+    """State of :func:`sent_of` when rows have been sent inside nodes."""
 
     met: Ints  # rows of the rank that each holder got in this step, ``[n]``
     want: Ints  # rows that each holder still wants, ``[n]``
@@ -195,7 +219,7 @@ class _AfterNodes(NamedTuple):
 def _sent_in_node(
     counts: Ints, experts: Ints, ranks: Ints, kept: Ints, want: Ints, left: Ints, topology: Topology, rank: int
 ) -> _AfterNodes:
-    """Do step 2 of :func:`_sent`: on the two lines of each node the first ``amount`` rows meet."""
+    """Do step 2 of :func:`sent_of`: on the two lines of each node the first ``amount`` rows meet."""
     num_nodes, num_experts = topology.num_nodes, counts.shape[1]
     here, node = topology.node_of[rank], topology.nodes[ranks]
     # For each expert on each node: rows that ranks there have left, that holders there want, and that meet, all
@@ -219,12 +243,18 @@ def _sent_in_node(
 
 
 def _left_together(counts: Ints, experts: Ints, ranks: Ints, kept: Ints, which: Bools) -> Ints:
-    """Return rows of each expert ``[E]`` that the ranks ``which`` ``[W]`` have left after step 1 of :func:`_sent`."""
+    """Return rows of each expert ``[E]`` that the ranks ``which`` ``[W]`` have left when each has kept its own."""
     return counts[which].sum(0) - _sums(experts, np.where(which[ranks], kept, 0), counts.shape[1])
 
 
-def _received(have: Ints, want: Ints, topology: Topology, rank: int) -> Ints:
-    """Return the rows that ``rank`` gets from each rank: :func:`_sent`, seen from the holder; all ``[n, W]``."""
+def received_of(counts: Ints, wanted: Wanted, slots: Ints, topology: Topology, rank: int) -> Ints:
+    """Return the rows of the experts ``slots`` that ``rank`` gets from each rank, ``[S, W]``.
+
+    This is :func:`sent_of`, seen from the holder.
+    """
+    demand = np.zeros(counts.T.shape, dtype=np.int64)
+    demand[wanted.experts, wanted.ranks] = wanted.quota
+    have, want = counts.T[slots], demand[slots]
     kept = np.minimum(have, want)
     have, want = have - kept, want - kept
     got = np.zeros_like(have)

@@ -14,7 +14,7 @@ from hecate.runtime.comm.collective import collective_named
 from hecate.runtime.comm.world import SINGLE, World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import Quotas
+from hecate.runtime.placement.planner import Quotas, assign_tokens
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer_plan import LayerPlacer
@@ -71,48 +71,47 @@ def test_calibrate_must_keep_holders() -> None:
 
 def right() -> Quotas:
     """Every row goes to its owner: what rank 1 sends and receives."""
-    sends = np.zeros((4, 3), dtype=np.int64)
-    sends[range(4), OWNERS.ranks] = COUNTS[1]
-    receives = np.zeros((3, 4), dtype=np.int64)
-    receives[:, 2] = COUNTS[:, 2]
-    return Quotas(sends=sends, receives=receives)
+    return Quotas(Placement.owned(OWNERS), 1, COUNTS[1].copy(), COUNTS.T[[2]])
 
 
-def changed(name: str, index: tuple[int, int], value: int) -> Quotas:
-    quotas = right()
-    matrix = getattr(quotas, name).copy()
-    matrix[index] = value
-    return replace(quotas, **{name: matrix})
-
-
-def moved() -> Quotas:
-    """All rows leave, but one goes to a rank without the expert."""
-    quotas = changed("sends", (3, 2), 7)
-    quotas.sends[3, 0] = 1
-    return quotas
+def changed(name: str, index: Any, value: int) -> Quotas:
+    numbers = getattr(right(), name).copy()
+    numbers[index] = value
+    return replace(right(), **{name: numbers})
 
 
 @pytest.mark.parametrize(
     ("quotas", "message"),
     [
         (None, "nothing .*, not Quotas"),
-        (
-            Quotas(sends=right().sends[:2], receives=right().receives),
-            r"sends \[2, 3\] and receives \[3, 4\], not \[4, 3\]",
-        ),
-        (
-            changed("sends", (2, 1), 6),
-            r"sends \[0, 6, 0\] for expert 2. Rank 1 has 7 rows for it, and ranks \[1\] hold",
-        ),
-        (moved(), r"sends \[1, 0, 7\] for expert 3. Rank 1 has 8 rows for it, and ranks \[2\] hold it"),
-        (changed("receives", (0, 2), 4), r"receives \[4, 7, 2\] of expert 2 for rank 1, which holds it"),
-        (changed("receives", (0, 0), 1), r"receives \[1, 0, 0\] of expert 0 for rank 1, which does not hold it"),
+        (replace(right(), rank=0), "Quotas of rank 0, or of another placement"),
+        (replace(right(), sent=right().sent[:2]), r"sent \[2\] and received \[1, 3\], not \[4\] and \[1, 3\]"),
+        (changed("sent", 2, 6), r"sends \[0, 6, 0\] for expert 2. Rank 1 has 7 rows for it, and ranks \[1\] hold"),
+        (changed("sent", 3, -8), r"sends \[0, 0, -8\] for expert 3. Rank 1 has 8 rows for it"),
+        (changed("received", (0, 0), 4), r"receives \[4, 7, 2\] of expert 2 for rank 1, which holds it"),
     ],
 )
 def test_quotas(quotas: Any, message: str) -> None:
     wrong = placer("assign", lambda *_: quotas)
     with pytest.raises(RuntimeError, match=rf"Mine\.assign returned, for the layer, {message}"):
         wrong.assign(Placement.owned(OWNERS), COUNTS)
+
+
+def test_quotas_of_matrices() -> None:
+    placement = Placement.with_replicas(OWNERS, [{1}, set(), set(), set()])
+    quotas = assign_tokens(COUNTS, placement, Topology.even(3, 3), 1)
+    again = Quotas.from_matrices(placement, 1, quotas.sends, quotas.receives)
+    assert np.array_equal(again.sent, quotas.sent) and np.array_equal(again.received, quotas.received)
+    for name, index, message in (
+        ("sends", (3, 0), r"rank 1 sends \[9, 0, 8\] of expert 3, which ranks \[2\] hold"),
+        ("receives", (0, 3), r"rank 1 receives \[9, 0, 0\] of expert 3, which ranks \[2\] hold"),
+    ):
+        matrices = {"sends": quotas.sends, "receives": quotas.receives}
+        matrices[name][index] = 9
+        with pytest.raises(ValueError, match=message):
+            Quotas.from_matrices(placement, 1, **matrices)
+    with pytest.raises(ValueError, match=r"sends \[2, 3\] and receives \[3, 4\], not \[4, 3\] and \[3, 4\]"):
+        Quotas.from_matrices(placement, 1, quotas.sends[:2], quotas.receives)
 
 
 def test_right_quotas_pass() -> None:
