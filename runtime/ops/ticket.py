@@ -17,6 +17,7 @@ from torch import Tensor
 from hecate.runtime.comm.collectives import on_device, on_device_together
 from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.launch import runs_on
+from hecate.runtime.placement import native
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
@@ -38,25 +39,21 @@ class Ticket:
 
 def join_segments(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [sum(lengths)]``."""
-    return _join(starts, lengths, np.cumsum(lengths))
-
-
-def _join(starts: Ints, lengths: Ints, ends: Ints) -> Ints:
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+    return native.join_segments(starts, lengths, int(lengths.sum()))
 
 
 def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Join the segments of each pair of starts and lengths on ``device``, and return where each of them ends, too."""
     ends = [np.cumsum(lengths) for _, lengths in ranges]
+    totals = [int(end[-1]) if len(end) else 0 for end in ends]
     if not runs_on(device):
         return [
-            (on_device(_join(starts, lengths, end), device), on_device(end, device))
-            for (starts, lengths), end in zip(ranges, ends, strict=True)
+            (on_device(native.join_segments(starts, lengths, total), device), on_device(end, device))
+            for (starts, lengths), end, total in zip(ranges, ends, totals, strict=True)
         ]
     # Where kernels run, only starts and ends are copied there, once, and kernels write the numbers.
     tables = [table for (starts, _), end in zip(ranges, ends, strict=True) for table in (starts, end)]
     moved = on_device_together(tables, device)
-    totals = [int(end[-1]) if len(end) else 0 for end in ends]
     return [
         (expand_segments(starts, end, total), end)
         for starts, end, total in zip(moved[::2], moved[1::2], totals, strict=True)
@@ -65,6 +62,8 @@ def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) ->
 
 def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
     """Return begin and length of one chunk's part of each segment; sender and receiver cut alike."""
+    if chunks == 1:
+        return np.zeros_like(lengths), lengths
     # Each expert's remainder goes to another chunk, so that chunks stay even where segments are short.
     begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
     return begin, end - begin

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hecate.runtime.placement import native
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import (
@@ -228,10 +229,7 @@ def most_replicas(replicas: Replicas, memory: float, experts: int, ranks: int) -
 
 def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
     """Split the rows ``[W, E]`` over the holders in the way that is predicted to be fastest."""
-    split = None
-    if placement.num_replicas:
-        split = split_fastest(counts.sum(0).tolist(), placement, layer.costs)
-    return assign_tokens(counts, placement, layer.topology, rank, "balanced", split)
+    return native.assign_fastest(layer.costs, placement, counts, rank)
 
 
 def overlap_degree(layer: LayerView) -> int:

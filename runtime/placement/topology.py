@@ -60,8 +60,9 @@ class Topology:
         return np.bincount(self.nodes)
 
     @cached_property
-    def _node_starts(self) -> Ints:
-        return np.cumsum(self.node_sizes) - self.node_sizes
+    def node_bounds(self) -> Ints:
+        """Where each node's ranks begin in :attr:`position`, and where the last one's end, int64 ``[N + 1]``."""
+        return np.concatenate([[0], np.cumsum(self.node_sizes)])
 
     @cached_property
     def node_lines(self) -> Ints:
@@ -85,7 +86,7 @@ class Topology:
     def sum_nodes(self, values: Ints) -> Ints:
         """Add up the lines of each node's ranks: ``[W, n] -> [N, n]``."""
         ordered = values if self.in_order else values[np.argsort(self.position)]
-        return np.add.reduceat(ordered, self._node_starts, axis=0)
+        return np.add.reduceat(ordered, self.node_bounds[:-1], axis=0)
 
     def split_by_node(self, values: Ints) -> Ints:
         """Give each node's ranks a line of their own: ``[..., W] -> [..., N, most]``, zero behind the last rank."""

@@ -1,0 +1,109 @@
+"""The compiled planner returns the numbers of the Python one, and is compiled once, or does without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from hecate.runtime.placement import native
+from hecate.runtime.placement.native import assign, build
+from hecate.runtime.placement.owners import Ints, Owners
+from hecate.runtime.placement.placement import Placement
+from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates, assign_tokens, split_fastest
+from hecate.runtime.placement.topology import Topology
+from tests.support.extent import ALL
+
+_CASES = 10_000 if ALL else 1_000
+
+
+def _topology(random: Random, world_size: int) -> Topology:
+    if random.random() < 0.1:
+        # Ranks of a node are not neighbours.
+        return Topology(tuple(rank % min(2, world_size) for rank in range(world_size)))
+    if random.random() < 0.8:
+        return Topology.even(world_size, random.choice([1, 2, 3, 4, 8, world_size]))
+    nodes = [0]
+    while len(nodes) < world_size:
+        nodes.append(nodes[-1] + (random.random() < 0.4))
+    return Topology(tuple(nodes))
+
+
+def _counts(random: Random, world_size: int, experts: int) -> Ints:
+    rng = np.random.default_rng(random.randrange(10**9))
+    weights = (rng.permutation(experts) + 1.0) ** -random.choice([0, 0.5, 1, 2, 4])
+    rows = random.choice([0, 1, 7, 100, 4096, 10**6])
+    counts = rng.multinomial(rows, weights / weights.sum(), size=world_size)
+    return counts * rng.integers(0, 2, size=(world_size, 1)) if random.random() < 0.3 else counts
+
+
+def _is_as_python_has_it(costs: CostModel, placement: Placement, counts: Ints, rank: int) -> bool:
+    found = native.assign_fastest(costs, placement, counts, rank)
+    split = split_fastest(counts.sum(0).tolist(), placement, costs)
+    expected = assign_tokens(counts, placement, costs.topology, rank, "balanced", split)
+    return np.array_equal(found.sent, expected.sent) and np.array_equal(found.received, expected.received)
+
+
+def _case(random: Random) -> tuple[CostModel, Placement, Ints, int]:
+    world_size, experts = random.choice([1, 2, 3, 4, 6, 8, 12, 32, 64]), random.choice([1, 2, 5, 8, 16, 64])
+    owners = Owners(tuple(random.randrange(world_size) for _ in range(experts)), world_size)
+    part = random.choice([0, 0.05, 0.2, 0.6, 1])
+    replicas = [{rank for rank in range(world_size) if random.random() < part} for _ in range(experts)]
+    # All that may be slow is the slowest in some of them, so that each way to split wins.
+    rates = Rates(
+        flops=10 ** random.uniform(9, 14),
+        rank_bytes=10 ** random.uniform(7, 12),
+        node_bytes=10 ** random.uniform(6, 11),
+    )
+    sizes = LayerSizes(row_flops=10 ** random.uniform(3, 8), row_bytes=1536, expert_bytes=1e6)
+    costs = CostModel(topology=_topology(random, world_size), sizes=sizes, rates=rates)
+    counts = _counts(random, world_size, experts)
+    return costs, Placement.with_replicas(owners, replicas), counts, random.randrange(world_size)
+
+
+def test_compiled_quotas_are_those_of_python() -> None:
+    assert build.library() is not None, "no C++ compiler, which the tests need"
+    random, ways = Random(0), set()
+    for _ in range(_CASES):
+        case = costs, placement, *_ = _case(random)
+        assert _is_as_python_has_it(*case), case
+        ways.add((costs.topology.num_nodes > 1, placement.num_replicas > 0, costs.topology.in_order))
+    assert len(ways) == 6
+
+
+def test_without_a_compiler_python_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assign, "library", lambda: None)
+    random = Random(1)
+    assert all(_is_as_python_has_it(*_case(random)) for _ in range(20))
+    assert native.join_segments(np.array([7, 0, 3]), np.array([2, 0, 3]), 5).tolist() == [7, 8, 3, 4, 5]
+
+
+def test_segments_are_joined() -> None:
+    assert native.join_segments(np.array([7, 0, 3]), np.array([2, 0, 3]), 5).tolist() == [7, 8, 3, 4, 5]
+    lines = np.array([[7, 0], [3, 0]]), np.array([[2, 5], [3, 5]])
+    assert native.join_segments(lines[0][:, 0], lines[1][:, 0], 5).tolist() == [7, 8, 3, 4, 5]
+    assert native.join_segments(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0).tolist() == []
+
+
+def test_it_is_compiled_once_and_may_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = build.library.__wrapped__
+    assert load() is not None
+    (built,) = (tmp_path / "hecate").iterdir()
+    before = built.stat().st_mtime_ns
+    assert load() is not None and built.stat().st_mtime_ns == before
+    monkeypatch.setattr(build, "_ALLOWED", False)
+    assert load() is None
+
+
+def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match=r"runs as Python, because compiling it failed: no such option"):
+        assert build.library.__wrapped__() is None
+    assert [*(tmp_path / "cache" / "hecate").iterdir()] == []
