@@ -21,15 +21,10 @@ from hecate.runtime.placement.planner import (
     expected_load,
     local_split,
     materialize,
-    materialize_again,
-    materialize_fastest,
-    materialize_frugally,
     near_recipes,
-    seconds_of,
     shard_owners,
     split_fastest,
     steady_steps,
-    swap_owners,
 )
 from hecate.runtime.placement.policy import LayerView, Policy
 
@@ -127,21 +122,20 @@ class Hecate(Policy):
         turn, recipe, slots = last.turn, last.recipe, self._slots(layer)
         if turn % (_SEARCH_EVERY_IDLE if recipe is None else _SEARCH_EVERY) == 0:
             slots = self.most_replicas(layer.owners)
-            search = materialize_frugally if self.replicas == "auto" else materialize_fastest
-            choice = search(load, layer.owners, layer.costs, slots=slots)
-            placement, recipe, slots = choice.placement, choice.recipe, choice.slots
+            frugal = self.replicas == "auto"
+            placement, recipe, slots = native.search(load, layer.owners, layer.costs, slots=slots, frugal=frugal)
         elif recipe is None:
             placement = Placement.owned(layer.owners)
         else:
             moves = steps < min(len(layer.loads), self.window) and layer.topology.world_size <= _FEW_RANKS
             near = near_recipes(recipe, layer.topology, turn, _NEAR_MOVING if moves else _NEAR)
-            placement, recipe = materialize_again(load, layer.owners, layer.costs, slots=slots, recipes=near)
+            placement, recipe = native.choose(load, layer.owners, layer.costs, slots=slots, recipes=near)
         self._chosen[layer.id] = _Chosen(turn=turn + 1, recipe=recipe, rates=layer.rates, slots=slots)
         return placement
 
     def _planned(self, layer: LayerView, load: Ints, owners: Owners, fills: bool | None = None) -> Placement:
         if self.objective == "time":
-            return materialize_fastest(load, owners, layer.costs, slots=self._slots(layer), fills=fills).placement
+            return native.search(load, owners, layer.costs, slots=self._slots(layer), fills=fills)[0]
         budget = Budget(overlap_degree=overlap_degree(layer), slots=self.most_replicas(owners))
         return materialize(load, owners, layer.topology, budget)
 
@@ -180,11 +174,11 @@ class Hecate(Policy):
         owners, costs, slots = layer.owners, layer.costs, self._slots(layer)
         chosen = self._chosen.get(layer.id)
         recipe = None if chosen is None else chosen.recipe
-        new = swap_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
+        new = native.swapped_owners(layer.long_load, owners, costs, slots=slots, recipe=recipe)
         move = costs.reshard_seconds(owners, new) / max(1, self.reshard_every)
         # Where loads move, neither the long mean nor the last steps alone predict the next ones: both must gain.
         for load in (layer.long_load, self._expected(layer) if layer.loads else layer.long_load):
-            before, after = (seconds_of(load, o, costs, slots=slots, recipe=recipe) for o in (owners, new))
+            before, after = (native.predict(load, o, costs, slots=slots, recipe=recipe) for o in (owners, new))
             # Every re-sharding moves parameters and optimizer state, so noise must not cause one.
             if after + move >= _WORTH_MOVING * before:
                 return owners

@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <numeric>
-#include <vector>
 
 #include "layer.h"
 
@@ -18,8 +17,8 @@ struct Block {
 
 inline Int floor_half(Int value) { return value >= 0 ? value / 2 : -((1 - value) / 2); }
 
-inline void split_anew(const Block& block, const Layer& layer, Int* split, std::vector<Int>& level) {
-    const Int* ranks = layer.holders + block.at;
+inline void split_anew(const Block& block, const Held& held, Int* split, Ints& level) {
+    const Int* ranks = held.holders + block.at;
     Int* quota = split + block.at;
     if (block.size == 2) {
         Int a = level[ranks[0]] - quota[0], b = level[ranks[1]] - quota[1];
@@ -28,7 +27,7 @@ inline void split_anew(const Block& block, const Layer& layer, Int* split, std::
         level[ranks[0]] = a + share, level[ranks[1]] = b + block.rows - share;
         return;
     }
-    static thread_local std::vector<Int> below, sorted;
+    static thread_local Ints below, sorted;
     below.resize(block.size);
     for (Int i = 0; i < block.size; i++) below[i] = level[ranks[i]] - quota[i];
     sorted = below;
@@ -48,22 +47,22 @@ inline void split_anew(const Block& block, const Layer& layer, Int* split, std::
     }
 }
 
-// Returns the rows of each rank; alone are those that no other rank can take.
-inline std::vector<Int> even_out(const std::vector<Int>& alone, std::vector<Block>& blocks, const Layer& layer, Int* split) {
-    std::vector<Int> level = alone;
+// Returns the rows of each rank; ``alone`` are those that no other rank can take.
+inline Ints even_out(const Ints& alone, std::vector<Block>& blocks, const Held& held, Int* split) {
+    Ints level = alone;
     std::sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
         return a.rows != b.rows ? a.rows > b.rows : a.expert < b.expert;
     });
     for (const Block& block : blocks)
-        for (Int i = block.at; i < block.at + block.size; i++) level[layer.holders[i]] += split[i];
-    Int sum = std::accumulate(level.begin(), level.end(), Int(0));
-    Int least = std::max(*std::max_element(alone.begin(), alone.end()), (sum + layer.ranks - 1) / layer.ranks);
+        for (Int i = block.at; i < block.at + block.size; i++) level[held.holders[i]] += split[i];
+    Int ranks = level.size(), sum = std::accumulate(level.begin(), level.end(), Int(0));
+    Int least = std::max(*std::max_element(alone.begin(), alone.end()), (sum + ranks - 1) / ranks);
     Int bound = least * good_enough / of_bound, previous = *std::max_element(level.begin(), level.end());
     for (int sweep = 0; sweep < sweeps && previous > bound; sweep++) {
         for (const Block& block : blocks) {
-            const Int *first = layer.holders + block.at, *last = first + block.size;
+            const Int *first = held.holders + block.at, *last = first + block.size;
             if (std::any_of(first, last, [&](Int rank) { return level[rank] > bound; }))
-                split_anew(block, layer, split, level);
+                split_anew(block, held, split, level);
         }
         Int highest = *std::max_element(level.begin(), level.end());
         if (highest * of_previous > previous * stalled) break;
@@ -72,88 +71,78 @@ inline std::vector<Int> even_out(const std::vector<Int>& alone, std::vector<Bloc
     return level;
 }
 
-// Divides rows over the holders at [begin, end) as local_split does, at 2**32nds.
-inline void cut_locally(Int rows, const Layer& layer, Int begin, Int end, Int* split) {
-    Int size = end - begin, inside = 0, most = size;
-    static thread_local std::vector<Int> on_node;
-    on_node.assign(size, 0);  // holders on the node of each
-    for (Int i = begin; i < end;) {
-        Int next = i, node = layer.node_of[layer.holders[i]];
-        while (next < end && layer.node_of[layer.holders[next]] == node) next++;
-        std::fill(on_node.begin() + (i - begin), on_node.begin() + (next - begin), next - i);
-        most = std::lcm(most, next - i);
-        inside += layer.node_size(node);
-        i = next;
-    }
-    Int away = layer.ranks - inside, whole = 0, sum = 0, before = 0;
-    auto weight = [&](Int i) {
-        return layer.node_size(layer.node_of[layer.holders[i]]) * (most / on_node[i - begin]) + away * (most / size);
-    };
-    for (Int i = begin; i < end; i++) whole += weight(i);
-    for (Int i = begin; i < end; i++) {
-        sum += weight(i);
-        auto part = ((__int128(sum) << 32) + whole - 1) / whole;
-        Int cut = Int((rows * part) >> 32);
-        split[i] = cut - before;
-        before = cut;
+// Divides rows over the holders of an expert as local_split does, at 2**32nds: a node's rows among its holders, and those
+// of nodes without one among all.
+inline void cut_locally(Int expert, Int rows, const Machine& machine, const Held& held, Int* split) {
+    Int begin = held.starts[expert], end = held.starts[expert + 1], holders = end - begin, away = machine.ranks;
+    for (Int i = begin; i < end; i = held.next_node(expert, i, machine))
+        away -= machine.node_size(machine.node_of[held.holders[i]]);
+    Int ranks = 0, before = 0;  // of nodes so far; rows so far
+    for (Int i = begin, next; i < end; i = next) {
+        next = held.next_node(expert, i, machine);
+        Int near = next - i, size = machine.node_size(machine.node_of[held.holders[i]]);
+        for (Int k = i; k < next; k++) {
+            Int until = (ranks * near + size * (k - i + 1)) * holders + away * (k - begin + 1) * near;
+            Int whole = machine.ranks * near * holders;
+            Int cut = Int((rows * (((__int128(until) << 32) + whole - 1) / whole)) >> 32);
+            split[k] = cut - before;
+            before = cut;
+        }
+        ranks += size;
     }
 }
 
-inline std::vector<Int> owners_rows(const Int* load, const Layer& layer) {
-    std::vector<Int> level(layer.ranks, 0);
-    for (Int e = 0; e < layer.experts; e++) level[layer.owners[e]] += load[e];
+inline Ints owners_rows(const Int* load, const Machine& machine, const Held& held) {
+    Ints level(machine.ranks, 0);
+    for (Int e = 0; e < held.experts; e++) level[held.owners[e]] += load[e];
     return level;
 }
 
-inline void owners_only(const Int* load, const Layer& layer, Int* split) {
-    for (Int e = 0; e < layer.experts; e++)
-        for (Int i = layer.starts[e]; i < layer.starts[e + 1]; i++)
-            split[i] = layer.holders[i] == layer.owners[e] ? load[e] : 0;
+inline void owners_only(const Int* load, const Held& held, Int* split) {
+    for (Int e = 0; e < held.experts; e++)
+        for (Int i = held.starts[e]; i < held.starts[e + 1]; i++)
+            split[i] = held.holders[i] == held.owners[e] ? load[e] : 0;
 }
 
-inline void everywhere(const Int* load, const Layer& layer, Int* split) {
-    std::vector<Int> alone(layer.ranks, 0);
+inline void everywhere(const Int* load, const Machine& machine, const Held& held, Int* split) {
+    Ints alone(machine.ranks, 0);
     std::vector<Block> blocks;
-    for (Int e = 0; e < layer.experts; e++) {
-        Int begin = layer.starts[e], size = layer.starts[e + 1] - begin;
+    for (Int e = 0; e < held.experts; e++) {
+        Int begin = held.starts[e], size = held.starts[e + 1] - begin;
         if (size == 1) {
-            alone[layer.holders[begin]] += split[begin] = load[e];
+            alone[held.holders[begin]] += split[begin] = load[e];
         } else {
-            cut_locally(load[e], layer, begin, begin + size, split);
+            cut_locally(e, load[e], machine, held, split);
             blocks.push_back({load[e], e, size, begin});
         }
     }
-    std::vector<Int> level = even_out(alone, blocks, layer, split);
-    Int highest = *std::max_element(level.begin(), level.end()), total = std::accumulate(load, load + layer.experts, Int(0));
-    if (highest * layer.ranks <= total) return;
-    level = owners_rows(load, layer);
-    if (highest > *std::max_element(level.begin(), level.end())) owners_only(load, layer, split);
+    Ints level = even_out(alone, blocks, held, split);
+    Int highest = *std::max_element(level.begin(), level.end());
+    if (highest * machine.ranks <= held.total(load)) return;
+    level = owners_rows(load, machine, held);
+    if (highest > *std::max_element(level.begin(), level.end())) owners_only(load, held, split);
 }
 
 // No row leaves a node that holds its expert.
-inline void in_nodes(const Int* load, const Layer& layer, Int* split) {
-    std::vector<Int> alone(layer.ranks, 0);
+inline void in_nodes(const Int* load, const Machine& machine, const Held& held, Int* split) {
+    Ints alone(machine.ranks, 0);
     std::vector<Block> blocks;
-    for (Int e = 0; e < layer.experts; e++) {
-        Int begin = layer.starts[e], end = layer.starts[e + 1], whole = 0, sum = 0;
-        for (Int i = begin; i < end; i++) {
-            Int node = layer.node_of[layer.holders[i]];
-            if (i == begin || node != layer.node_of[layer.holders[i - 1]]) whole += layer.node_size(node);
-        }
-        for (Int i = begin; i < end;) {
-            Int next = i, node = layer.node_of[layer.holders[i]];
-            while (next < end && layer.node_of[layer.holders[next]] == node) next++;
-            Int size = next - i, until = sum + layer.node_size(node);
-            Int count = load[e] * until / whole - load[e] * sum / whole;
+    for (Int e = 0; e < held.experts; e++) {
+        Int begin = held.starts[e], end = held.starts[e + 1], whole = 0, sum = 0;
+        for (Int i = begin; i < end; i = held.next_node(e, i, machine))
+            whole += machine.node_size(machine.node_of[held.holders[i]]);
+        for (Int i = begin, next; i < end; i = next) {
+            next = held.next_node(e, i, machine);
+            Int size = next - i, until = sum + machine.node_size(machine.node_of[held.holders[i]]);
+            Int count = share_of(load[e], until, whole) - share_of(load[e], sum, whole);
             sum = until;
-            for (Int k = 0; k < size; k++) split[i + k] = count * (k + 1) / size - count * k / size;
+            for (Int k = 0; k < size; k++) split[i + k] = share_of(count, k + 1, size) - share_of(count, k, size);
             if (size == 1)
-                alone[layer.holders[i]] += count;
+                alone[held.holders[i]] += count;
             else
                 blocks.push_back({count, e, size, i});
-            i = next;
         }
     }
-    even_out(alone, blocks, layer, split);
+    even_out(alone, blocks, held, split);
 }
 }  // namespace balance

@@ -1,8 +1,6 @@
-// Seconds of a step's compute and rows: the twin of CostModel.work and CostModel.owners_work in planner/cost.py.
+// Predict a step's seconds: the twin of planner/cost.py, and of split_fastest in planner/fastest.py.
 #pragma once
 #include <algorithm>
-#include <numeric>
-#include <vector>
 
 #include "balance.h"
 #include "layer.h"
@@ -10,15 +8,18 @@
 namespace cost {
 constexpr int passes_of_compute = 3, passes_of_rows = 4;
 
-inline double compute(double rows, const Layer& layer) { return passes_of_compute * rows * layer.row_flops / layer.flops; }
+inline double compute(double rows, const Machine& machine) {
+    return passes_of_compute * rows * machine.row_flops / machine.flops;
+}
 
-inline double total(const Int* load, const Layer& layer) { return double(std::accumulate(load, load + layer.experts, Int(0))); }
-
-// Rows that ranks (or nodes) receive and send.
+// Rows that ranks (or nodes) receive, and those that stay there.
 struct Exchanged {
     std::vector<double> received, stayed;
 
-    explicit Exchanged(Int places) : received(places, 0.0), stayed(places, 0.0) {}
+    void reset(Int places) {
+        received.assign(places, 0.0);
+        stayed.assign(places, 0.0);
+    }
 
     void add(Int where, double have, double computed) {
         double stay = std::min(have, computed);
@@ -32,76 +33,110 @@ struct Work {
     double seconds() const { return compute + rows; }
 };
 
-inline Work of_split(const Int* load, const Int* split, const Layer& layer) {
-    double all = total(load, layer), ranks = double(layer.ranks), seconds = 0;
-    std::vector<double> computed(layer.ranks, 0.0);
-    Exchanged nodes(layer.nodes), single(layer.ranks);
-    for (Int e = 0; e < layer.experts; e++) {
-        for (Int i = layer.starts[e]; i < layer.starts[e + 1];) {
-            Int node = layer.node_of[layer.holders[i]];
-            double on_node = 0;
-            for (; i < layer.starts[e + 1] && layer.node_of[layer.holders[i]] == node; i++) {
-                computed[layer.holders[i]] += double(split[i]);
-                on_node += double(split[i]);
-                single.add(layer.holders[i], double(load[e]) / ranks, double(split[i]));
+inline Work work(const Int* load, const Int* split, const Machine& machine, const Held& held) {
+    double total = double(held.total(load)), ranks = double(machine.ranks), seconds = 0;
+    static thread_local std::vector<double> computed;
+    static thread_local Exchanged nodes, single;
+    computed.assign(machine.ranks, 0.0);
+    nodes.reset(machine.nodes);
+    single.reset(machine.ranks);
+    for (Int e = 0; e < held.experts; e++) {
+        for (Int i = held.starts[e], next; i < held.starts[e + 1]; i = next) {
+            next = held.next_node(e, i, machine);
+            Int node = machine.node_of[held.holders[i]], on_node = 0;
+            for (Int k = i; k < next; k++) {
+                on_node += split[k];
+                computed[held.holders[k]] += double(split[k]);
+                single.add(held.holders[k], double(load[e]) / ranks, double(split[k]));
             }
-            nodes.add(node, double(load[e]) * (double(layer.node_size(node)) / ranks), on_node);
+            nodes.add(node, double(load[e]) * (double(machine.node_size(node)) / ranks), double(on_node));
         }
     }
-    if (layer.nodes > 1) {
+    if (machine.nodes > 1) {
         double most = 0;
-        for (Int n = 0; n < layer.nodes; n++) {
-            double own = all * (double(layer.node_size(n)) / ranks);
+        for (Int n = 0; n < machine.nodes; n++) {
+            double own = total * (double(machine.node_size(n)) / ranks);
             most = std::max({most, nodes.received[n], own - nodes.stayed[n]});
         }
-        seconds = most / layer.node_bytes;
+        seconds = most / machine.node_bytes;
     }
-    if (layer.ranks > layer.nodes) {
-        double most = 0, own = all / ranks;
-        for (Int k = 0; k < layer.ranks; k++) most = std::max({most, single.received[k], own - single.stayed[k]});
-        seconds = std::max(seconds, most / layer.rank_bytes);
+    if (machine.ranks > machine.nodes) {
+        double most = 0, own = total / ranks;
+        for (Int k = 0; k < machine.ranks; k++) most = std::max({most, single.received[k], own - single.stayed[k]});
+        seconds = std::max(seconds, most / machine.rank_bytes);
     }
     double busiest = *std::max_element(computed.begin(), computed.end());
-    return {compute(busiest, layer), passes_of_rows * seconds * layer.row_bytes};
+    return {compute(busiest, machine), passes_of_rows * seconds * machine.row_bytes};
 }
 
-inline Work of_owners(const Int* load, const Layer& layer) {
-    std::vector<Int> level = balance::owners_rows(load, layer);
-    Int all = std::accumulate(level.begin(), level.end(), Int(0));
+inline Work owners_work(const Int* load, const Machine& machine, const Held& held) {
+    Ints level = balance::owners_rows(load, machine, held);
+    Int total = held.total(load);
     double seconds = 0;
-    if (layer.nodes > 1) {
-        for (Int n = 0; n < layer.nodes; n++) {
-            double share = double(layer.node_size(n)) / double(layer.ranks);
-            auto first = level.begin() + layer.node_starts[n], last = level.begin() + layer.node_starts[n + 1];
+    if (machine.nodes > 1) {
+        for (Int n = 0; n < machine.nodes; n++) {
+            double share = double(machine.node_size(n)) / double(machine.ranks);
+            auto first = level.begin() + machine.node_starts[n], last = level.begin() + machine.node_starts[n + 1];
             Int owned = std::accumulate(first, last, Int(0));
-            seconds = std::max({seconds, double(owned) * (1 - share), double(all - owned) * share});
+            seconds = std::max({seconds, double(owned) * (1 - share), double(total - owned) * share});
         }
-        seconds /= layer.node_bytes;
+        seconds /= machine.node_bytes;
     }
     auto [lowest, highest] = std::minmax_element(level.begin(), level.end());
-    if (layer.ranks > layer.nodes) {
-        double most = double(std::max(*highest * (layer.ranks - 1), all - *lowest)) / double(layer.ranks);
-        seconds = std::max(seconds, most / layer.rank_bytes);
+    if (machine.ranks > machine.nodes) {
+        double most = double(std::max(*highest * (machine.ranks - 1), total - *lowest)) / double(machine.ranks);
+        seconds = std::max(seconds, most / machine.rank_bytes);
     }
-    return {compute(double(*highest), layer), passes_of_rows * seconds * layer.row_bytes};
+    return {compute(double(*highest), machine), passes_of_rows * seconds * machine.row_bytes};
 }
 
-// The fastest of three ways, as split_fastest in planner/fastest.py.
-inline void split_fastest(const Int* load, const Layer& layer, Int* split) {
+// Replicas travel to the first holder on each node, and from there to the others.
+inline double replica_seconds(const Machine& machine, const Held& held) {
+    if (held.pairs() == held.experts) return 0.0;
+    Ints rank_out(machine.ranks, 0), rank_in(machine.ranks, 0), node_out(machine.nodes, 0), node_in(machine.nodes, 0);
+    for (Int e = 0; e < held.experts; e++) {
+        Int owner = held.owners[e], home = machine.node_of[owner];
+        for (Int i = held.starts[e], next; i < held.starts[e + 1]; i = next) {
+            next = held.next_node(e, i, machine);
+            Int node = machine.node_of[held.holders[i]], leader = node == home ? owner : held.holders[i];
+            if (node != home) node_out[home]++, node_in[node]++;
+            for (Int k = i; k < next; k++)
+                if (held.holders[k] != leader) rank_out[leader]++, rank_in[held.holders[k]]++;
+        }
+    }
+    auto most = [](const Ints& out, const Ints& in) {
+        return double(std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end())));
+    };
+    double copies = most(node_out, node_in) / machine.node_bytes;
+    copies += most(rank_out, rank_in) / machine.rank_bytes;
+    return machine.expert_transfers * copies * machine.expert_bytes;
+}
+
+inline double exposed_seconds(const Machine& machine, const Held& held) {
+    return std::max(0.0, replica_seconds(machine, held) - machine.hidden_seconds);
+}
+
+inline double step(const Int* load, const Int* split, const Machine& machine, const Held& held) {
+    return work(load, split, machine, held).seconds() + exposed_seconds(machine, held);
+}
+
+// The fastest of three ways.
+inline void split_fastest(const Int* load, const Machine& machine, const Held& held, Int* split) {
     constexpr double may_gain = 0.03, rounding = 1e-9;
-    if (layer.nodes == 1 || layer.pairs() == layer.experts) return balance::everywhere(load, layer, split);
-    balance::in_nodes(load, layer, split);
-    Work best = of_split(load, split, layer);
-    double least = best.seconds(), gain = best.compute - compute(total(load, layer) / double(layer.ranks), layer);
-    if (layer.nodes > 2 || gain > may_gain * least) {
-        std::vector<Int> other(layer.pairs());
-        balance::everywhere(load, layer, other.data());
-        double seconds = of_split(load, other.data(), layer).seconds();
+    if (machine.nodes == 1 || held.pairs() == held.experts) return balance::everywhere(load, machine, held, split);
+    balance::in_nodes(load, machine, held, split);
+    Work best = work(load, split, machine, held);
+    double least = best.seconds(), even = double(held.total(load)) / double(machine.ranks);
+    if (machine.nodes > 2 || best.compute - compute(even, machine) > may_gain * least) {
+        Ints other(held.pairs());
+        balance::everywhere(load, machine, held, other.data());
+        double seconds = work(load, other.data(), machine, held).seconds();
         if (seconds < least) {
             least = seconds;
             std::copy(other.begin(), other.end(), split);
         }
     }
-    if (of_owners(load, layer).seconds() < least * (1 - rounding)) balance::owners_only(load, layer, split);
+    double alone = owners_work(load, machine, held).seconds();
+    if (alone < least * (1 - rounding)) balance::owners_only(load, held, split);
 }
 }  // namespace cost

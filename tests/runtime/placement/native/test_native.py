@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hecate.runtime.placement import native
-from hecate.runtime.placement.native import assign, build
+from hecate.runtime.placement.native import build, calls
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates, assign_tokens, split_fastest
@@ -74,7 +74,7 @@ def test_compiled_quotas_are_those_of_python() -> None:
 
 
 def test_without_a_compiler_python_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assign, "library", lambda: None)
+    monkeypatch.setattr(calls, "library", lambda: None)
     random = Random(1)
     assert all(_is_as_python_has_it(*_case(random)) for _ in range(20))
     assert native.join_segments(np.array([7, 0, 3]), np.array([2, 0, 3]), 5).tolist() == [7, 8, 3, 4, 5]
