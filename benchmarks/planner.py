@@ -90,7 +90,7 @@ def plan(policy: Hecate, view: LayerView, counts: Ints, rank: int, *, moves: boo
     quotas = policy.assign(view, placement, counts, rank)
     timed(
         "critical",
-        lambda: make_tickets(policy.assign(view, placement, counts, rank), placement, rank, torch.device("cpu")),
+        lambda: make_tickets(policy.assign(view, placement, counts, rank), torch.device("cpu")),
     )
     owners = timed("owners", lambda: policy.choose_owners([view])) if moves else None
     return times, (placement, quotas.sent.tolist(), quotas.received.tolist(), owners)

@@ -85,7 +85,7 @@ def all_of_it(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
     def by_host() -> list[Tensor]:
         quotas = assign_tokens(layer.on_device.cpu().numpy(), layer.placement, layer.topology, layer.rank)
-        (ticket,) = make_tickets(quotas, layer.placement, layer.rank, make.device)
+        (ticket,) = make_tickets(quotas, make.device)
         indices = ((ticket.send_index, send, 0), (ticket.receive_index, receive, receive))
         padded = [torch.cat([index, index.new_full((most - len(index),), end)]) for index, most, end in indices]
         no_excess = ticket.splits.new_zeros(1, layer.topology.world_size)

@@ -56,7 +56,7 @@ class ByCollectives:
         self, layer: Layer, counts: Tensor, placement: Placement, like: Tensor, *, rows: int, chunks: int
     ) -> list[Tensor]:
         quotas = layer.placer.assign(placement, counts.numpy())
-        tickets = make_tickets(quotas, placement, layer.world.rank, like.device, chunks)
+        tickets = make_tickets(quotas, like.device, chunks)
         layer.rows = sum(int(ticket.splits[1].sum()) for ticket in tickets)
         return [
             part

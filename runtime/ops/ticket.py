@@ -1,8 +1,7 @@
-"""Plans of token exchanges, from quotas to which row is sent where: pure functions on integers.
+"""Tickets of token exchanges: which row is sent where, on the device.
 
-Rows arrive sorted by expert; they leave ordered by (destination, slot), and at the destination they are brought into
-the order (slot, source). A rank's slots are its own experts, by number, and behind them its replicas by (owner,
-expert). Rows may travel in several chunks, each with its own ticket and its share of every slot's and link's rows.
+A rank's slots are its own experts, by number, and behind them its replicas by (owner, expert). Rows may travel in
+several chunks, each with its own ticket (``planner/segments.py`` says in which order).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from hecate.runtime.kernels.expand_segments import expand_segments
 from hecate.runtime.kernels.launch import runs_on
 from hecate.runtime.placement import native
 from hecate.runtime.placement.owners import Ints
-from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas
 
 # Parts of an exchange's ticket: the ends of the slots' rows, splits, send index, receive index.
@@ -60,48 +58,17 @@ def join_on_device(ranges: Sequence[tuple[Ints, Ints]], device: torch.device) ->
     ]
 
 
-def _cut(lengths: Ints, experts: Ints, chunk: int, chunks: int) -> tuple[Ints, Ints]:
-    """Return begin and length of one chunk's part of each segment; sender and receiver cut alike."""
-    if chunks == 1:
-        return np.zeros_like(lengths), lengths
-    # Each expert's remainder goes to another chunk, so that chunks stay even where segments are short.
-    begin, end = ((lengths * c + experts % chunks) // chunks for c in (chunk, chunk + 1))
-    return begin, end - begin
-
-
-def make_tickets(
-    quotas: Quotas, placement: Placement, rank: int, device: torch.device, chunks: int = 1
-) -> list[Ticket]:
+def make_tickets(quotas: Quotas, device: torch.device, chunks: int = 1) -> list[Ticket]:
     """Plan the rows that one rank sends and receives, from its ``quotas``, in ``chunks`` chunks."""
-    # Step 1: rows that leave. A segment is the rows of one expert that go to one rank; the first rows of an
-    # expert go to the lowest rank. Together the segments are all rows, in order.
-    experts, destinations = placement.pairs
-    whole, order = quotas.sent, placement.leaving
-    first = np.cumsum(whole) - whole
-
-    # Step 2: the rows that it receives, [W, S] rows of each source for each slot.
-    slots = placement.slots_on(rank)
-    received = quotas.received.T
-
-    # Step 3: each chunk's part of the rows that leave, and for those that arrive in (source, slot) order the
-    # segments in (slot, source) order.
-    ranges, splits = [], []
-    for chunk in range(chunks):
-        begin, leaving = _cut(whole, experts, chunk, chunks)
-        _, arriving = _cut(received, slots, chunk, chunks)
-        arrival = (np.cumsum(arriving) - arriving.reshape(-1)).reshape(arriving.shape)
-        ranges += [((first + begin)[order], leaving[order]), (arrival.T.reshape(-1), arriving.T.reshape(-1))]
-        sent = np.bincount(destinations, leaving, minlength=len(received)).astype(np.int64)
-        splits.append(torch.from_numpy(np.stack([sent, arriving.sum(1)])))
-
-    # Step 4: all of it on the device.
-    joined = join_on_device(ranges, device)
+    parts = [native.segments_of(quotas, chunk, chunks) for chunk in range(chunks)]
+    joined = join_on_device([ranges for part in parts for ranges in (part.leaving, part.arriving)], device)
+    world_size = quotas.placement.owners.world_size
     return [
         Ticket(
-            slot_offsets=ends[len(received) - 1 :: len(received)].to(torch.int32),
-            splits=split,
+            slot_offsets=ends[world_size - 1 :: world_size].to(torch.int32),
+            splits=torch.from_numpy(part.splits),
             send_index=send_index,
             receive_index=receive_index,
         )
-        for split, (send_index, _), (receive_index, ends) in zip(splits, joined[::2], joined[1::2], strict=True)
+        for part, (send_index, _), (receive_index, ends) in zip(parts, joined[::2], joined[1::2], strict=True)
     ]

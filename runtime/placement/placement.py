@@ -50,8 +50,8 @@ class Placement:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each expert begins in :attr:`pairs`, int64 ``[E]``."""
-        return np.flatnonzero(changes(self.pairs[0]))
+        """Where each expert begins in :attr:`pairs`, and where the last one ends, int64 ``[E + 1]``."""
+        return np.cumsum([0, *map(len, self.holders)], dtype=np.int64)
 
     @cached_property
     def leaving(self) -> Ints:

@@ -183,8 +183,9 @@ class LayerPlacer:
             shapes = f"sent {list(quotas.sent.shape)} and received {list(quotas.received.shape)}"
             wanted = f"{list(placement.leaving.shape)} and {[len(slots), world_size]}"
             raise self._wrong("assign", f"{shapes}, not {wanted}")
-        sent = np.add.reduceat(quotas.sent, placement.starts)
-        if (wrong := (sent != counts[rank]) | (np.minimum.reduceat(quotas.sent, placement.starts) < 0)).any():
+        starts = placement.starts[:-1]
+        sent = np.add.reduceat(quotas.sent, starts)
+        if (wrong := (sent != counts[rank]) | (np.minimum.reduceat(quotas.sent, starts) < 0)).any():
             expert = int(np.argmax(wrong))
             raise self._wrong(
                 "assign",

@@ -4,7 +4,7 @@
 ``layer.h``         what the planner knows of a layer
 ``balance.h``       ``planner/balance.py``: rows of each expert on its holders
 ``cost.h``          ``planner/cost.py``: seconds of a step
-``dispatch.cpp``    ``planner/dispatch.py``: what one rank sends and receives
+``dispatch.cpp``    ``planner/dispatch.py`` and ``segments.py``: what one rank sends and receives
 ``recipes.h``       ``planner/recipes.py``: proposals of placements
 ``materialize.cpp`` ``planner/fastest.py`` and ``swap_owners``: which replicas, which owners
 ``build.py``        compiles them once on a machine
@@ -21,7 +21,8 @@ from hecate.runtime.placement.native.calls import (
     join_segments,
     predict,
     search,
+    segments_of,
     swapped_owners,
 )
 
-__all__ = ["assign_fastest", "choose", "join_segments", "predict", "search", "swapped_owners"]
+__all__ = ["assign_fastest", "choose", "join_segments", "predict", "search", "segments_of", "swapped_owners"]

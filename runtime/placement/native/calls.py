@@ -9,21 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from hecate.runtime.placement import planner as python
 from hecate.runtime.placement.native.build import library
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import (
-    CostModel,
-    Quotas,
-    Recipe,
-    assign_tokens,
-    materialize_again,
-    materialize_fastest,
-    materialize_frugally,
-    seconds_of,
-    split_fastest,
-    swap_owners,
-)
+from hecate.runtime.placement.planner import CostModel, Quotas, Recipe, Segments
 
 _ADDRESS, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 # ``Fills`` of ``recipes.h``.
@@ -65,11 +55,23 @@ class _Held(ctypes.Structure):
 
     _fields_ = [("experts", _INT), *((name, _ADDRESS) for name in ("owners", "starts", "holders"))]
 
+    @classmethod
+    def of(cls, placement: Placement) -> _Held:
+        """Return who holds what. The arrays are the placement's."""
+        arrays = placement.owner_array, placement.starts, placement.pairs[1]
+        return cls(len(placement.holders), *map(_address, arrays))
+
 
 class _Part(ctypes.Structure):
     """``Part`` of ``dispatch.cpp``."""
 
     _fields_ = [("rank", _INT), ("slots", _INT), ("experts", _ADDRESS)]
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int) -> _Part:
+        """Return a rank and its slots. The array is the placement's."""
+        slots = placement.slots_on(rank)
+        return cls(rank, len(slots), _address(slots))
 
 
 def _library_for(costs: CostModel) -> ctypes.CDLL | None:
@@ -83,19 +85,26 @@ def assign_fastest(costs: CostModel, placement: Placement, counts: Ints, rank: i
     native = _library_for(costs)
     if native is None or not placement.num_replicas:
         rows = counts.sum(0).tolist()
-        split = split_fastest(rows, placement, costs) if placement.num_replicas else None
-        return assign_tokens(counts, placement, costs.topology, rank, "balanced", split)
-    counts, slots, holders = (
-        np.ascontiguousarray(counts, dtype=np.int64),
-        placement.slots_on(rank),
-        placement.pairs[1],
-    )
-    slots, starts = placement.slots_on(rank), np.append(placement.starts, len(holders))
-    held = _Held(len(placement.starts), *map(_address, (placement.owner_array, starts, holders)))
-    part = _Part(rank, len(slots), _address(slots))
-    sent, received = np.empty(len(holders), dtype=np.int64), np.empty((len(slots), len(counts)), dtype=np.int64)
-    _call(native.assign, _Machine.of(costs), held, part, counts, sent, received)
+        split = python.split_fastest(rows, placement, costs) if placement.num_replicas else None
+        return python.assign_tokens(counts, placement, costs.topology, rank, "balanced", split)
+    counts, slots = np.ascontiguousarray(counts, dtype=np.int64), placement.slots_on(rank)
+    sent, received = np.empty_like(placement.pairs[1]), np.empty((len(slots), len(counts)), dtype=np.int64)
+    _call(native.assign, _Machine.of(costs), _Held.of(placement), _Part.of(placement, rank), counts, sent, received)
     return Quotas(placement, rank, sent, received)
+
+
+def segments_of(quotas: Quotas, chunk: int = 0, chunks: int = 1) -> Segments:
+    """Order the rows of ``quotas``, or one chunk's part of them, as the planner's function of this name."""
+    native = library()
+    if native is None:
+        return python.segments_of(quotas, chunk, chunks)
+    placement, rank, ranks = quotas.placement, quotas.rank, quotas.placement.owners.world_size
+    splits = np.empty((2, ranks), dtype=np.int64)
+    leaving, arriving = (np.empty((2, length), dtype=np.int64) for length in (len(quotas.sent), quotas.received.size))
+    sent, received = np.ascontiguousarray(quotas.sent), np.ascontiguousarray(quotas.received)
+    given = _Held.of(placement), _Part.of(placement, rank), ranks, placement.leaving, sent, received, chunk, chunks
+    _call(native.segments, *given, splits, leaving, arriving)
+    return Segments(splits, (leaving[0], leaving[1]), (arriving[0], arriving[1]))
 
 
 def search(
@@ -104,7 +113,7 @@ def search(
     """Return the placement of ``materialize_fastest`` or ``materialize_frugally``, its recipe, and its slots."""
     native = _library_for(costs)
     if native is None:
-        way = materialize_frugally if frugal else materialize_fastest
+        way = python.materialize_frugally if frugal else python.materialize_fastest
         options = {} if frugal else {"fills": fills}
         choice = way(load, owners, costs, slots=slots, **options)
         return choice.placement, choice.recipe, choice.slots
@@ -123,7 +132,7 @@ def choose(
     """Return what ``materialize_again`` does: the best of a few recipes, and its placement."""
     native = _library_for(costs)
     if native is None or slots == 0 or owners.world_size == 1:
-        return materialize_again(load, owners, costs, slots=slots, recipes=recipes)
+        return python.materialize_again(load, owners, costs, slots=slots, recipes=recipes)
     room = _Room(owners)
     given = owners.num_experts, _loads(load), owners.array, slots, _table(recipes), len(recipes)
     number = _call(native.choose, _Machine.of(costs), *given, room.starts, room.holders)
@@ -134,7 +143,7 @@ def predict(load: Ints, owners: Owners, costs: CostModel, *, slots: int, recipe:
     """Return the seconds of ``seconds_of``."""
     native = _library_for(costs)
     if native is None or owners.world_size == 1:
-        return seconds_of(load, owners, costs, slots=slots, recipe=recipe)
+        return python.seconds_of(load, owners, costs, slots=slots, recipe=recipe)
     given = owners.num_experts, _loads(load), owners.array, slots, _table_of(recipe)
     return float(_call(native.predict, _Machine.of(costs), *given, returns=_DOUBLE))
 
@@ -143,7 +152,7 @@ def swapped_owners(load: Ints, owners: Owners, costs: CostModel, *, slots: int, 
     """Return the owners of ``swap_owners``."""
     native = _library_for(costs)
     if native is None or owners.world_size == 1:
-        return swap_owners(load, owners, costs, slots=slots, recipe=recipe)
+        return python.swap_owners(load, owners, costs, slots=slots, recipe=recipe)
     ranks = owners.array.copy()
     _call(native.swap_owners, _Machine.of(costs), owners.num_experts, _loads(load), ranks, slots, _table_of(recipe))
     return Owners(tuple(ranks.tolist()), owners.world_size)

@@ -136,6 +136,34 @@ void assign(const Machine& machine, const Held& held, const Part& part, const In
     }
 }
 
+// Which segments of a rank's rows leave and come in one of several chunks, as segments_of in planner/segments.py: ``order``
+// [n] are the places of holders in the order in which rows leave; ``leaving`` are starts and lengths, [2, n], and
+// ``arriving`` likewise, [2, S, W].
+void segments(const Held& held, const Part& part, Int ranks, const Int* order, const Int* sent, const Int* received,
+              Int chunk, Int chunks, Int* splits, Int* leaving, Int* arriving) {
+    auto cut = [&](Int length, Int expert, Int c) { return (length * c + expert % chunks) / chunks; };
+    Ints begin(held.pairs()), length(held.pairs());
+    std::fill(splits, splits + 2 * ranks, 0);
+    Int first = 0, pairs = held.pairs(), parts = part.slots * ranks;
+    for (Int e = 0; e < held.experts; e++)
+        for (Int i = held.starts[e]; i < held.starts[e + 1]; i++) {
+            Int from = cut(sent[i], e, chunk);
+            begin[i] = first + from;
+            length[i] = cut(sent[i], e, chunk + 1) - from;
+            splits[held.holders[i]] += length[i];
+            first += sent[i];
+        }
+    for (Int x = 0; x < pairs; x++) leaving[x] = begin[order[x]], leaving[pairs + x] = length[order[x]];
+    for (Int rank = 0, at = 0; rank < ranks; rank++)
+        for (Int s = 0; s < part.slots; s++) {
+            Int e = part.experts[s], x = s * ranks + rank;
+            arriving[x] = at;
+            arriving[parts + x] = cut(received[x], e, chunk + 1) - cut(received[x], e, chunk);
+            splits[ranks + rank] += arriving[parts + x];
+            at += arriving[parts + x];
+        }
+}
+
 // The ranges [start, start + length) one behind the other.
 void join(const Int* starts, const Int* lengths, Int ranges, Int* out) {
     for (Int r = 0; r < ranges; r++)

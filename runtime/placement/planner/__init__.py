@@ -81,6 +81,7 @@ from hecate.runtime.placement.planner.forecast import expected_load, steady_step
 from hecate.runtime.placement.planner.paper import Budget, materialize
 from hecate.runtime.placement.planner.recipes import Recipe, near_recipes
 from hecate.runtime.placement.planner.resharding import shard_owners, swap_owners
+from hecate.runtime.placement.planner.segments import Segments, segments_of
 from hecate.runtime.placement.planner.stages import (
     Parts,
     Stage,
@@ -100,6 +101,7 @@ __all__ = [
     "Quotas",
     "Rates",
     "Recipe",
+    "Segments",
     "Stage",
     "StageOfRank",
     "StepTime",
@@ -116,6 +118,7 @@ __all__ = [
     "rounds_of",
     "rows_per_rank",
     "seconds_of",
+    "segments_of",
     "shard_owners",
     "shed_excess",
     "split_fastest",

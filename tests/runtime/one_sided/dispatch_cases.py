@@ -80,7 +80,7 @@ def check_dispatch(
     """
     quotas = assign_tokens(given.counts, given.placement, given.topology, given.rank)
     with mock.patch.object(host, "runs_on", lambda _: False):
-        (ticket,) = host.make_tickets(quotas, given.placement, given.rank, device)
+        (ticket,) = host.make_tickets(quotas, device)
     tables = DeviceTables.from_placement(given.placement, given.topology, given.rank, device)
     percent = 100 * given.topology.world_size if percent is None else percent
     rows, counts = len(ticket.send_index) + spare, torch.from_numpy(given.counts).to(device)

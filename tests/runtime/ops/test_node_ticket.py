@@ -32,7 +32,7 @@ def plans_of(case: Case, placement: Placement, tokens: list[torch.Tensor]) -> Pl
     ranks = range(case.topology.world_size)
     lengths = message_lengths(case.counts, placement, case.topology)
     quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
-    tickets = [make_tickets(quotas[rank], placement, rank, torch.device("cpu"))[0] for rank in ranks]
+    tickets = [make_tickets(quotas[rank], torch.device("cpu"))[0] for rank in ranks]
     out = [
         leaving(tokens[r].numpy(), t.splits[0].numpy(), t.send_index.numpy(), lengths[r], case.topology, r)
         for r, t in enumerate(tickets)

@@ -37,7 +37,7 @@ def test_a_ticket_moves_every_row_to_a_holder_in_slot_order(drawn: tuple[Case, P
         for rank, c in enumerate(counts)
     ]
     quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
-    tickets = [make_tickets(quotas[rank], placement, rank, torch.device("cpu"))[0] for rank in ranks]
+    tickets = [make_tickets(quotas[rank], torch.device("cpu"))[0] for rank in ranks]
     expected, slot_offsets = reference.exchange(rows, list(counts.cumsum(1)), placement, [q.sends for q in quotas])
     for got, want in zip(move(rows, tickets), expected, strict=True):
         assert torch.equal(got, want)
@@ -55,8 +55,8 @@ def test_chunks_are_even_parts_of_one_exchange(drawn: tuple[Case, Placement], ch
     ranks = range(case.topology.world_size)
     rows = [torch.tensor([[rank, i] for i in range(int(c.sum()))]).view(-1, 2) for rank, c in enumerate(case.counts)]
     quotas = [assign_tokens(case.counts, placement, case.topology, rank) for rank in ranks]
-    whole = [make_tickets(quotas[rank], placement, rank, torch.device("cpu"))[0] for rank in ranks]
-    of_ranks = [make_tickets(quotas[rank], placement, rank, torch.device("cpu"), chunks) for rank in ranks]
+    whole = [make_tickets(quotas[rank], torch.device("cpu"))[0] for rank in ranks]
+    of_ranks = [make_tickets(quotas[rank], torch.device("cpu"), chunks) for rank in ranks]
     parts = [list(of_chunk) for of_chunk in zip(*of_ranks, strict=True)]
     assert len(parts) == chunks
     moved = [move(rows, tickets) for tickets in parts]

@@ -52,9 +52,9 @@ def test_tickets_are_those_of_the_host(drawn: tuple[Case, Placement], chunks: in
     case, placement = drawn
     for rank in range(min(case.topology.world_size, 2)):
         quotas = assign_tokens(case.counts, placement, case.topology, rank)
-        tickets = make_tickets(quotas, placement, rank, DEVICE, chunks)
+        tickets = make_tickets(quotas, DEVICE, chunks)
         with mock.patch.object(ticket, "runs_on", lambda _: False):
-            of_host = make_tickets(quotas, placement, rank, DEVICE, chunks)
+            of_host = make_tickets(quotas, DEVICE, chunks)
         for found, expected in zip(tickets, of_host, strict=True):
             for name in ("slot_offsets", "splits", "send_index", "receive_index"):
                 one, other = getattr(found, name), getattr(expected, name)
@@ -66,7 +66,7 @@ def test_all_chunks_take_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = Placement.with_replicas(owners, [{1}, set(), {0}, set()])
     quotas = assign_tokens(np.array([[9, 1, 5, 0], [4, 4, 8, 3]]), placement, Topology.even(2, 2), 1)
     for chunks in (1, 3):
-        tickets = make_tickets(quotas, placement, 1, DEVICE, chunks)
+        tickets = make_tickets(quotas, DEVICE, chunks)
         assert len(tickets) == chunks and copies.take() == 1
 
 

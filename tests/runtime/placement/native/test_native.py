@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hecate.runtime.placement import native
+from hecate.runtime.placement import native, planner
 from hecate.runtime.placement.native import build, calls
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
-from hecate.runtime.placement.planner import CostModel, LayerSizes, Rates, assign_tokens, split_fastest
+from hecate.runtime.placement.planner import (
+    CostModel,
+    LayerSizes,
+    Quotas,
+    Rates,
+    Recipe,
+    assign_tokens,
+    near_recipes,
+    split_fastest,
+)
 from hecate.runtime.placement.topology import Topology
 from tests.support.extent import ALL
 
@@ -63,20 +75,70 @@ def _case(random: Random) -> tuple[CostModel, Placement, Ints, int]:
     return costs, Placement.with_replicas(owners, replicas), counts, random.randrange(world_size)
 
 
+def _same_segments(quotas: Quotas, chunks: int) -> bool:
+    for chunk in range(chunks):
+        found, expected = (room.segments_of(quotas, chunk, chunks) for room in (native, planner))
+        pairs = [(found.splits, expected.splits), *zip(found.leaving, expected.leaving, strict=True)]
+        pairs += zip(found.arriving, expected.arriving, strict=True)
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            return False
+    return True
+
+
 def test_compiled_quotas_are_those_of_python() -> None:
     assert build.library() is not None, "no C++ compiler, which the tests need"
     random, ways = Random(0), set()
     for _ in range(_CASES):
         case = costs, placement, *_ = _case(random)
         assert _is_as_python_has_it(*case), case
+        assert _same_segments(native.assign_fastest(*case), random.choice([1, 1, 2, 3])), case
         ways.add((costs.topology.num_nodes > 1, placement.num_replicas > 0, costs.topology.in_order))
     assert len(ways) == 6
+
+
+def _plans(costs: CostModel, owners: Owners, load: Ints, slots: int, random: Random) -> Iterator[tuple[Any, Any]]:
+    """What both planners say, the compiled one first: placements, recipes, slots, owners, seconds."""
+    fills, turn = random.choice([None, True, False]), random.randrange(100)
+    choice = planner.materialize_fastest(load, owners, costs, slots=slots, fills=fills)
+    found = native.search(load, owners, costs, slots=slots, fills=fills)
+    yield found, (choice.placement, choice.recipe, choice.slots)
+    choice = planner.materialize_frugally(load, owners, costs, slots=slots)
+    found = native.search(load, owners, costs, slots=slots, frugal=True)
+    yield found, (choice.placement, choice.recipe, choice.slots)
+    recipe = choice.recipe or Recipe(random.randrange(4), costs.topology.num_nodes > 1, random.random() < 0.5)
+    near = near_recipes(recipe, costs.topology, turn, random.choice([0, 1, 3]))
+    of_near: dict[str, Any] = dict(slots=slots, recipes=near)
+    yield native.choose(load, owners, costs, **of_near), planner.materialize_again(load, owners, costs, **of_near)
+    if owners.world_size > 1 and turn < 25:
+        of_one: dict[str, Any] = dict(slots=slots, recipe=random.choice([None, recipe]))
+        swapped = planner.swap_owners(load, owners, costs, **of_one)
+        yield native.swapped_owners(load, owners, costs, **of_one), swapped
+        yield native.predict(load, swapped, costs, **of_one), planner.seconds_of(load, swapped, costs, **of_one)
+
+
+def test_compiled_placements_are_those_of_python() -> None:
+    random, replicated, moved = Random(0), 0, 0
+    for _ in range(_CASES // 4):
+        costs, placement, counts, _ = _case(random)
+        hidden, transfers = random.choice([0.0, 1e-4, 4e-3, 1.0]), random.choice([2, 3])
+        sizes = replace(costs.sizes, expert_bytes=10 ** random.uniform(3, 7), expert_transfers=transfers)
+        costs = replace(costs, sizes=sizes, rates=replace(costs.rates, hidden_seconds=hidden))
+        load, owners, slots = counts.sum(0), placement.owners, random.choice([0, 1, 2, 3, 4, 6])
+        for found, expected in _plans(costs, owners, load, slots, random):
+            assert found == expected, (costs, owners, load, slots)
+            replicated += isinstance(found, tuple) and found[0].num_replicas > 0
+            moved += isinstance(found, Owners) and found != owners
+    assert replicated > _CASES // 8 and moved > _CASES // 100
 
 
 def test_without_a_compiler_python_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "library", lambda: None)
     random = Random(1)
-    assert all(_is_as_python_has_it(*_case(random)) for _ in range(20))
+    for _ in range(20):
+        costs, placement, counts, rank = _case(random)
+        assert _is_as_python_has_it(costs, placement, counts, rank)
+        assert _same_segments(native.assign_fastest(costs, placement, counts, rank), 2)
+        assert all(found == expected for found, expected in _plans(costs, placement.owners, counts.sum(0), 2, random))
     assert native.join_segments(np.array([7, 0, 3]), np.array([2, 0, 3]), 5).tolist() == [7, 8, 3, 4, 5]
 
 
