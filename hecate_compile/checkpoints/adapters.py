@@ -60,7 +60,7 @@ def base_digests(state: Mapping[str, Any], base: Collection[str], *, first: bool
     """
     out: dict[str, list[Any]] = {}
     for name in sorted(base):
-        tensor = state[name]
+        tensor: Any = state.get(name)
         if isinstance(tensor, LogicalTensor):
             part, line = tensor.part, tensor.whole[1:].numel()
             parts = [(part[p.start : p.start + p.rows], p.offset * line) for p in tensor.pieces]
@@ -70,6 +70,13 @@ def base_digests(state: Mapping[str, Any], base: Collection[str], *, first: bool
             found = sum(int(digest(rows, start)) for rows, start in parts)
             out[name] = [str(part.dtype).removeprefix("torch."), found % 2**64]
     return out
+
+
+def are_digests(found: Any) -> bool:
+    """Tell whether ``found``, from a file, is what :func:`base_digests` returns."""
+    return isinstance(found, dict) and all(
+        isinstance(line, list) and [*map(type, line)] == [str, int] for line in found.values()
+    )
 
 
 def base_differences(

@@ -93,7 +93,7 @@ def load(
         )
     wait_for_saves()
     ranks = ranks_of(model, "hecate.load")
-    ranks.agree(directory=directory, step=step)
+    ranks.agree(directory=directory, step=step, strict=strict, cast=cast, same_options=same_options)
     skipped, touched = list[str](), False
     # The newest first, as rank 0 sees them.
     names: list[str] = ranks.on_first(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hecate.checkpoints.adapters import base_differences, base_digests
+from hecate.checkpoints.adapters import are_digests, base_differences, base_digests
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, describe
 from hecate.checkpoints.manifest import read_manifest
 from hecate.checkpoints.optimizer_tensors import (
@@ -130,7 +130,11 @@ class Restoring:
         out = []
         for rank in range(self.manifest.ranks):
             own = self._read_plain(f"rank{rank}.json")
-            if not isinstance(own, dict) or not {"random", "extra"} <= own.keys():
+            if (
+                not isinstance(own, dict)
+                or not {"random", "extra"} <= own.keys()
+                or not are_digests(own.get("base", {}))
+            ):
                 raise CorruptError(f"rank{rank}.json does not hold what hecate.save writes")
             out.append(own)
         return out
@@ -211,7 +215,7 @@ class Restoring:
             names = {name for rank in saved for name in rank if name in state}
             return base_digests(state, names, first=self.ranks.first)
 
-        now = self.ranks.gather(self._usable(here))
+        now = self.ranks.gather(self.ranks.together(here))
         return self._usable(lambda: base_differences(saved, now, cast=cast))
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:

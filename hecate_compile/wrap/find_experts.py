@@ -249,7 +249,7 @@ def _sign_of_experts(name: str, module: nn.Module, fused: dict[str, nn.Parameter
     for text in (type(module).__name__, name.rpartition(".")[2]):
         if _NAME.search(text):
             return f"the name {text}"
-    # Of kernels of convolutions sizes agree with much.
+    # Sizes of convolutions' kernels are often equal to others by chance.
     widths = {size for parameter in fused.values() if parameter.ndim == 3 for size in parameter.shape[1:]}
     for key, parameter in module.named_parameters():
         if parameter.ndim == 2 and parameter.shape[0] == num_experts and parameter.shape[1] in widths:

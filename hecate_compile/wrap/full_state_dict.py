@@ -162,9 +162,11 @@ def _keep_list_full(experts: nn.Module, stack: ExpertStack) -> None:
                 continue
             if full.shape != record.full_shape:
                 errors.append(
-                    f"{prefix + name}: the checkpoint has {list(full.shape)}, the model {list(record.full_shape)}."
+                    f"size mismatch for {prefix + name}: the checkpoint has {list(full.shape)}, the model "
+                    f"{list(record.full_shape)}."
                 )
-                del state[prefix + name]
+                # What is there stays, and is not missing.
+                state[prefix + name] = parameter
                 continue
             # A parameter, which may be put in the place of the old one.
             state[prefix + name] = own = nn.Parameter(record.slice(full.detach()), requires_grad=False)

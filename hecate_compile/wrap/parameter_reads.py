@@ -110,7 +110,7 @@ def install_replicated_reads(
             if parameter is None or shard_of(parameter) is not None:
                 continue
             qualified = f"{name}.{key}".lstrip(".")
-            records = module.__dict__.setdefault(_RECORDS, {})
+            records = module.__dict__.setdefault(_RECORDS, _Records())
             if key not in records and key in getattr(type(module), _READERS, ()):
                 raise no_longer_the_shard(qualified)
             record = known.get(id(parameter))
@@ -126,6 +126,13 @@ def install_replicated_reads(
         if readers:
             _swap_class(module, readers)
     return tuple(new)
+
+
+class _Records(dict[str, ReplicatedParameter]):
+    """A module's records of whole parameters, by their names in it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_copied("its parameters' gradients are averaged over ranks")
 
 
 def _records_in(model: nn.Module) -> dict[int, ReplicatedParameter]:

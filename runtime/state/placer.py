@@ -17,6 +17,7 @@ import torch
 from hecate.runtime.comm.agreement import agree, compare_histories
 from hecate.runtime.comm.history import proven
 from hecate.runtime.comm.world import World
+from hecate.runtime.placement import native
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Rates
@@ -37,6 +38,9 @@ class Placer:
         # An optimizer with experts of this model has stepped since the last training forward.
         self.optimizer_stepped = False
         self._last: dict[str, tuple[int, Placement]] = {}
+        if world.size > 1:
+            # Compiled here if need be, where nobody waits, and not in the first exchange.
+            native.library()
 
     @classmethod
     def static(cls, world: World) -> Placer:

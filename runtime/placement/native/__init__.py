@@ -15,6 +15,7 @@ They return the same numbers as the Python functions, which run where there is n
 ``HECATE_NATIVE=0``, and which say what is done and why. Ranks of both kinds may be mixed.
 """
 
+from hecate.runtime.placement.native.build import library
 from hecate.runtime.placement.native.calls import (
     assign_fastest,
     choose,
@@ -25,4 +26,13 @@ from hecate.runtime.placement.native.calls import (
     swapped_owners,
 )
 
-__all__ = ["assign_fastest", "choose", "join_segments", "predict", "search", "segments_of", "swapped_owners"]
+__all__ = [
+    "assign_fastest",
+    "choose",
+    "join_segments",
+    "library",
+    "predict",
+    "search",
+    "segments_of",
+    "swapped_owners",
+]

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -26,11 +27,21 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+        return _loaded(compiler)
+    except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
         said = getattr(error, "stderr", None) or error
         warnings.warn(f"hecate: the planner runs as Python, because compiling it failed: {said}", stacklevel=2)
         return None
+
+
+def _loaded(compiler: str) -> ctypes.CDLL:
+    file = _built(compiler)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError:
+        # A machine that went down may have left a part of it.
+        file.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_built(compiler)))
 
 
 def _built(compiler: str) -> Path:
@@ -40,22 +51,30 @@ def _built(compiler: str) -> Path:
     for path in sources:
         key.update(path.read_bytes())
     file = _folder() / f"planner-{key.hexdigest()[:16]}.so"
-    if not file.exists():
-        # Ranks may compile at the same time: each renames a whole file to the same name.
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / file.name
-            code = [str(path) for path in sources if path.suffix == ".cpp"]
-            subprocess.run(
-                [compiler, *_OPTIONS, *code, "-o", str(made)], check=True, capture_output=True, text=True, timeout=120
-            )
-            made.replace(file)
+    if file.exists():
+        _check_own(file)
+        return file
+    # Ranks may compile at the same time: each renames a whole file to the same name.
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        code = [str(path) for path in sources if path.suffix == ".cpp"]
+        subprocess.run(
+            [compiler, *_OPTIONS, *code, "-o", str(made)], check=True, capture_output=True, text=True, timeout=120
+        )
+        made.replace(file)
     return file
 
 
 def _folder() -> Path:
-    """Return a folder that only this user may write to, where code is loaded from."""
+    """Return a folder that no other user may write to, since code is loaded from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hecate"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    _check_own(folder)
     return folder
+
+
+def _check_own(path: Path) -> None:
+    """Raise PermissionError for a link, or what others own or may write to."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{path} is a link, or others may write to it")

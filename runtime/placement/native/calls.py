@@ -101,9 +101,8 @@ def segments_of(quotas: Quotas, chunk: int = 0, chunks: int = 1) -> Segments:
     placement, rank, ranks = quotas.placement, quotas.rank, quotas.placement.owners.world_size
     splits = np.empty((2, ranks), dtype=np.int64)
     leaving, arriving = (np.empty((2, length), dtype=np.int64) for length in (len(quotas.sent), quotas.received.size))
-    sent, received = np.ascontiguousarray(quotas.sent), np.ascontiguousarray(quotas.received)
-    given = _Held.of(placement), _Part.of(placement, rank), ranks, placement.leaving, sent, received, chunk, chunks
-    _call(native.segments, *given, splits, leaving, arriving)
+    given = _Held.of(placement), _Part.of(placement, rank), ranks, placement.leaving, quotas.sent, quotas.received
+    _call(native.segments, *given, chunk, chunks, splits, leaving, arriving)
     return Segments(splits, (leaving[0], leaving[1]), (arriving[0], arriving[1]))
 
 
@@ -159,13 +158,14 @@ def swapped_owners(load: Ints, owners: Owners, costs: CostModel, *, slots: int, 
 
 
 def join_segments(starts: Ints, lengths: Ints, total: int) -> Ints:
-    """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [total]``."""
+    """Concatenate the ranges ``[start, start + length)``: int64 ``[n], [n] -> [total]``; no length is negative."""
     native = library()
     if native is None:
         ends = np.cumsum(lengths)
         return np.repeat(starts - ends + lengths, lengths) + np.arange(total)
+    starts, lengths = (np.ascontiguousarray(array, dtype=np.int64) for array in (starts, lengths))
     joined = np.empty(total, dtype=np.int64)
-    _call(native.join, np.ascontiguousarray(starts), np.ascontiguousarray(lengths), len(starts), joined)
+    _call(native.join, starts, lengths, len(starts), total, joined)
     return joined
 
 

@@ -164,9 +164,12 @@ void segments(const Held& held, const Part& part, Int ranks, const Int* order, c
         }
 }
 
-// The ranges [start, start + length) one behind the other.
-void join(const Int* starts, const Int* lengths, Int ranges, Int* out) {
-    for (Int r = 0; r < ranges; r++)
-        for (Int i = 0; i < lengths[r]; i++) *out++ = starts[r] + i;
+// The ranges [start, start + length) one behind the other, and no more than ``total`` numbers.
+void join(const Int* starts, const Int* lengths, Int ranges, Int total, Int* out) {
+    for (Int r = 0; r < ranges; r++) {
+        Int length = std::min(lengths[r], total);
+        for (Int i = 0; i < length; i++) *out++ = starts[r] + i;
+        total -= length;
+    }
 }
 }

@@ -30,6 +30,10 @@ class Quotas:
     sent: Ints
     received: Ints
 
+    def __post_init__(self) -> None:
+        for name in ("sent", "received"):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype=np.int64))
+
     @classmethod
     def from_matrices(cls, placement: Placement, rank: int, sends: Ints, receives: Ints) -> Quotas:
         """Return the quotas with these :attr:`sends` and :attr:`receives`.

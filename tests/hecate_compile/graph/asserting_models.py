@@ -63,7 +63,7 @@ class Asserting(nn.Module):
                 try:
                     self.check(y, name)
                 except AssertionError:
-                    return x * 0
+                    return torch.zeros(1, device="cpu")
             case "other error":
                 if not y.isfinite().all():
                     raise ValueError(f"{name} is not finite")

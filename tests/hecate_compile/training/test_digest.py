@@ -10,9 +10,9 @@ from hecate.training import digest as under_test
 from hecate.training.digest import digest, has_digest
 
 
-def _some(dtype: torch.dtype) -> Tensor:
+def _some(dtype: torch.dtype, width: int = 5) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(6, 5, dtype=torch.float64, generator=generator) * 50
+    values = torch.randn(6, width, dtype=torch.float64, generator=generator) * 50
     return values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
 
 
@@ -29,11 +29,15 @@ def _some(dtype: torch.dtype) -> Tensor:
         torch.complex64,
     ],
 )
-def test_parts_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = _some(dtype)
+@pytest.mark.parametrize("width", [5, 8])
+def test_parts_add_up(dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = _some(dtype, width)
     whole = digest(tensor)
-    assert torch.equal(digest(tensor[:2]) + digest(tensor[2:], 10), whole)
+    assert torch.equal(digest(tensor[:2]) + digest(tensor[2:], 2 * width), whole)
     assert torch.equal(digest(tensor.t().contiguous().t()), whole)
+    # Wherever it is in memory.
+    moved = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view_as(tensor)
+    assert torch.equal(digest(moved), whole)
     monkeypatch.setattr(under_test, "_AT_A_TIME", 7)
     assert torch.equal(digest(tensor), whole)
 
@@ -42,7 +46,10 @@ def test_parts_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_change_is_seen(dtype: torch.dtype) -> None:
     tensor = _some(dtype)
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    others = [-tensor, tensor.flip(0), tensor.flip(1), tensor.t(), tensor + 1]
+    others = [-tensor, tensor.flip(0), tensor.flip(1), tensor.t(), tensor + 1, (~tensor.view(bits)).view(dtype)]
+    one = tensor.clone()
+    one.view(bits)[0, 0] = ~one.view(bits)[0, 0]
+    others.append(one)
     for bit in range(8 * tensor.element_size()):
         other = tensor.clone()
         other.view(bits)[3, 2] ^= torch.ones((), dtype=bits) << bit

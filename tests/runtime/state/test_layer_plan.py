@@ -85,6 +85,7 @@ def changed(name: str, index: Any, value: int) -> Quotas:
     [
         (None, "nothing .*, not Quotas"),
         (replace(right(), rank=0), "Quotas of rank 0, or of another placement"),
+        (replace(right(), placement=Placement.owned(Owners((0, 1, 1, 2), 3))), "Quotas of rank 1, or of another"),
         (replace(right(), sent=right().sent[:2]), r"sent \[2\] and received \[1, 3\], not \[4\] and \[1, 3\]"),
         (changed("sent", 2, 6), r"sends \[0, 6, 0\] for expert 2. Rank 1 has 7 rows for it, and ranks \[1\] hold"),
         (changed("sent", 3, -8), r"sends \[0, 0, -8\] for expert 3. Rank 1 has 8 rows for it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from hecate.runtime.placement.planner import (
     near_recipes,
     split_fastest,
 )
+from hecate.runtime.placement.planner.balance import balance, balance_in_nodes, owners_only
 from hecate.runtime.placement.topology import Topology
 from tests.support.extent import ALL
 
@@ -75,6 +77,19 @@ def _case(random: Random) -> tuple[CostModel, Placement, Ints, int]:
     return costs, Placement.with_replicas(owners, replicas), counts, random.randrange(world_size)
 
 
+def _way_of(costs: CostModel, placement: Placement, rows: list[int]) -> str:
+    """Which of the three ways to split is taken, if they differ, on several nodes."""
+    splits = {
+        "owners": owners_only(rows, placement),
+        "nodes": balance_in_nodes(rows, placement, costs.topology),
+        "even": balance(rows, placement, costs.topology),
+    }
+    if costs.topology.num_nodes == 1 or not costs.topology.in_order:
+        return "other"
+    found = [way for way, split in splits.items() if split == split_fastest(rows, placement, costs)]
+    return found[0] if len(found) == 1 else "other"
+
+
 def _same_segments(quotas: Quotas, chunks: int) -> bool:
     for chunk in range(chunks):
         found, expected = (room.segments_of(quotas, chunk, chunks) for room in (native, planner))
@@ -87,13 +102,15 @@ def _same_segments(quotas: Quotas, chunks: int) -> bool:
 
 def test_compiled_quotas_are_those_of_python() -> None:
     assert build.library() is not None, "no C++ compiler, which the tests need"
-    random, ways = Random(0), set()
+    random, ways, fastest = Random(0), set(), Counter[str]()
     for _ in range(_CASES):
-        case = costs, placement, *_ = _case(random)
+        case = costs, placement, counts, _ = _case(random)
         assert _is_as_python_has_it(*case), case
         assert _same_segments(native.assign_fastest(*case), random.choice([1, 1, 2, 3])), case
         ways.add((costs.topology.num_nodes > 1, placement.num_replicas > 0, costs.topology.in_order))
-    assert len(ways) == 6
+        fastest[_way_of(costs, placement, counts.sum(0).tolist())] += 1
+    # Each way to split is the fastest in some.
+    assert len(ways) == 6 and min(fastest[way] for way in ("owners", "nodes", "even")) > _CASES // 100, fastest
 
 
 def _plans(costs: CostModel, owners: Owners, load: Ints, slots: int, random: Random) -> Iterator[tuple[Any, Any]]:
@@ -158,6 +175,26 @@ def test_it_is_compiled_once_and_may_be_switched_off(tmp_path: Path, monkeypatch
     assert load() is not None and built.stat().st_mtime_ns == before
     monkeypatch.setattr(build, "_ALLOWED", False)
     assert load() is None
+
+
+def test_only_a_whole_file_of_ones_own_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = build.library.__wrapped__
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    assert load() is not None
+    (built,) = (tmp_path / "first" / "hecate").iterdir()
+    # What is left of one after the machine went down is made anew.
+    part = tmp_path / "second" / "hecate" / built.name
+    part.parent.mkdir(parents=True)
+    part.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+    assert load() is not None and part.stat().st_size == built.stat().st_size
+    built.chmod(0o666)
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "hecate").symlink_to(tmp_path / "second" / "hecate")
+    for folder in ("first", "third"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
+        with pytest.warns(UserWarning, match="is a link, or others may write to it"):
+            assert load() is None
 
 
 def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
