@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, silu
 import hecate
 from tests.hecate_compile.wrap.test_stack_experts import ListMoE
 from tests.support.adversaries import Anything
-from tests.support.extent import ALL
+from tests.support.extent import ALL, OLD_TORCH
 from tests.support.models import PlainLanguageModel, PlainMoE, batch
 from tests.support.parity import state_error, train_both
 from tests.support.ranks import run_ranks
@@ -179,4 +179,5 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
 def test_they_exchange_rows_and_train_as_in_one_process(ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
     for found in (every[kind] for every in ranks):
         assert max(found["gradients"]) < 1e-4 and found["off"] < 1e-5, found
-        assert found["told"] == []
+        # Torch before 2.12 cannot trace writes to slices whose bounds are data: these run as Python, and that is told.
+        assert found["told"] == [] or OLD_TORCH

@@ -10,6 +10,7 @@ import torch
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.loops import ChangedLoops, make_loops_traceable
 from tests.hecate_compile.wrap.test_loops import Experts, assert_every_turn, assert_left_alone, changed_in
+from tests.support.extent import OLD_TORCH
 
 
 class Sorted(Experts):
@@ -83,6 +84,8 @@ class SlicesByOffset(Sorted):
 
 @pytest.mark.parametrize("kind", [SlicesByCounts, SlicesByEnds, SlicesByBounds, SlicesByOffset])
 def test_a_turn_for_every_expert(kind: type[Sorted]) -> None:
+    if OLD_TORCH and kind in (SlicesByCounts, SlicesByEnds):
+        pytest.skip("torch before 2.12 cannot trace writes to slices whose bounds are data")
     assert_every_turn(kind)
 
 

@@ -27,6 +27,7 @@ from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fingerprint import fingerprint
 from hecate.passes.invariants import verify
 from hecate.passes.runner import run_passes
+from tests.support.extent import OLD_TORCH
 from tests.support.models import batch, build
 from tests.support.parity import compare
 
@@ -425,6 +426,9 @@ def test_a_dense_model_with_checkpointed_layers() -> None:
     model.compile(backend=backend)
     compare_with_itself(model, reference, length=12)
     assert (found.rewritten, found.reasons) == (2, [])
+    if OLD_TORCH:
+        # It leaves functions in which a graph broke to Python from then on, those around the masks too.
+        return
     with torch.no_grad():
         model(input_ids=batch(0, rows=2, length=12), position_ids=torch.arange(12)[None])
     assert found.reasons == ["the mask depends on position_ids: pass none where no sequences are packed"]
