@@ -179,5 +179,5 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
 def test_they_exchange_rows_and_train_as_in_one_process(ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
     for found in (every[kind] for every in ranks):
         assert max(found["gradients"]) < 1e-4 and found["off"] < 1e-5, found
-        # Torch before 2.12 cannot trace writes to slices whose bounds are data: these run as Python, and that is told.
+        # Torch before 2.12 cannot trace writes to slices whose bounds are data: these run as Python, and are told.
         assert found["told"] == [] or OLD_TORCH
