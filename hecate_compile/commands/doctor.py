@@ -24,6 +24,7 @@ from rich.table import Table
 
 from hecate.commands.console import console
 from hecate.commands.launch import run_ranks
+from hecate.runtime.placement import native
 
 State = Literal["good", "look", "bad"]
 
@@ -147,6 +148,11 @@ def _compiler() -> Iterator[Check]:
     advice = "Inductor needs one on CPUs: apt install g++, or set CXX. Without it: "
     advice += 'hecate.Config(backend="aot_eager"), which is slower.'
     yield _judged("C++ compiler", path is not None, path or f"none of {', '.join(names)}", advice, "bad")
+    advice = (
+        "Plans take four to thirty times as long as Python, and are the same: a C++ compiler, and no HECATE_NATIVE=0."
+    )
+    compiled = native.library() is not None
+    yield _judged("planner", compiled, "compiled" if compiled else "Python", advice)
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     found = str(header.parent) if header.exists() else f"no {header}"
     advice = "Inductor may need them on CPUs: apt install python3-dev, or a Python of uv or conda, which has them."
