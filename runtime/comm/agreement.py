@@ -27,6 +27,9 @@ __all__ = ["DisagreementError", "agree", "compare_histories", "gather_json", "me
 
 # Stands for the digest of a rank that does not know its own.
 _NO_DIGEST = bytes(32)
+# Numbers of splits in a report of a rank, and of all, which every rank gathers: 100 MB of text. The newest do, since
+# the next exchange notices where ranks part.
+_SPLITS, _SPLITS_OF_ALL = 2**20, 2**24
 
 
 def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> None:
@@ -56,7 +59,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
 def compare_histories(world: World) -> None:
     """Raise DisagreementError with the first collective in which ranks are known to differ; a collective."""
     assert world.group is not None, "one rank has nobody to differ from"
-    mine = as_plain(history_of(world.group).calls)
+    mine = as_plain(history_of(world.group).calls, splits=min(_SPLITS, _SPLITS_OF_ALL // world.size))
     world.queue.drain()
     with doing("the comparison of collectives"):
         calls = {rank: from_plain(found) for rank, found in enumerate(gather_json(mine, world))}

@@ -140,7 +140,7 @@ def proven(proofs: Sequence[Sequence[int]]) -> bool:
     return all(order == proofs[0][0] for order, _ in proofs) and sum(balance for _, balance in proofs) % _MODULUS == 0
 
 
-def as_plain(calls: Sequence[Call], splits: int = 2**20) -> list[dict[str, Any]]:
+def as_plain(calls: Sequence[Call], splits: int) -> list[dict[str, Any]]:
     """Convert collectives to dicts for JSON, with at most ``splits`` values of splits in all, the newest."""
     found, left = [asdict(call) for call in calls], splits
     for call in reversed(found):
