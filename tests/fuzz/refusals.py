@@ -35,8 +35,11 @@ def _communicates(life: Any) -> bool:
 
 def _meets_first(life: Any) -> bool:
     """Whether ranks meet before anything else: a collective before that leaves a rank behind, and the run ends."""
-    buffers, gathers = life.dress.balanced or life.dress.statistics, life.drawn.options["policy"] == "gather"
-    return _communicates(life) and life.drawn.options.get("dense") != "shard" and not buffers and not gathers
+    options, buffers = life.drawn.options, life.dress.balanced or life.dress.statistics
+    before = (
+        buffers or options["policy"] == "gather" or options.get("dense") == "shard" or options.get("reshard_every")
+    )
+    return _communicates(life) and not before
 
 
 def _step(life: Any, kind: Any, **options: Any) -> None:
