@@ -8,7 +8,7 @@ product. State dicts keep PEFT's names and shapes. Nothing here imports peft unl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,24 +137,25 @@ def _adopt(wrapper: Any, experts: ExpertsModule) -> tuple[str, str]:
             weight = weight.clone(memory_format=torch.contiguous_format)
             parameters_of(inner)[own] = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
             parameters_of(linear)["weight"] = None
-            for module in (linear, getattr(wrapper, kind)):
-                # As ``set_adapter`` of PEFT does.
-                module.__dict__["requires_grad_"] = _requires_grad_(module, inner, own)
+            for module, name in ((linear, "weight"), (getattr(wrapper, kind), f"{adapter}.weight")):
+                # By these PEFT freezes and thaws it, in ``set_adapter`` and around ``disable_adapter``.
+                module.__dict__["named_parameters"] = _named_parameters(inner, own, name)
     inner.__dict__.setdefault(_ADAPTERS, {})[key] = record
     _load_by_old_names(record, experts.num_experts)
     return down, up
 
 
-def _requires_grad_(module: nn.Module, inner: nn.Module, key: str) -> Callable[[bool], nn.Module]:
-    """Return what freezes and thaws an adapter by the modules that had its weight."""
+def _named_parameters(inner: nn.Module, key: str, name: str) -> Callable[..., Iterator[tuple[str, nn.Parameter]]]:
+    """Return what yields an adapter by a module that had its weight, under its ``name`` there."""
 
-    def requires_grad_(requires_grad: bool = True) -> nn.Module:
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         parameter = parameters_of(inner)[key]
         assert parameter is not None
-        parameter.requires_grad_(requires_grad)
-        return module
+        yield f"{prefix}.{name}".lstrip("."), parameter
 
-    return requires_grad_
+    return named_parameters
 
 
 def _requires_grad_without_outer(module: nn.Module, inner: nn.Module) -> Callable[[bool], nn.Module]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hecate
+from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
 
@@ -29,6 +30,12 @@ def _sharded(life: Any) -> bool:
     return any(p.requires_grad and shard_of(p) is not None for p in life.model.parameters())
 
 
+def _has_parts(life: Any) -> bool:
+    """Whether a rank has a part of a parameter; experts in a list are whole on one rank."""
+    shards = [shard_of(p) for p in life.model.parameters() if p.requires_grad]
+    return any(shard is not None and not is_member_shard(shard) for shard in shards)
+
+
 def _communicates(life: Any) -> bool:
     return life.drawn.options["policy"] != "replicate"
 
@@ -36,10 +43,8 @@ def _communicates(life: Any) -> bool:
 def _meets_first(life: Any) -> bool:
     """Whether ranks meet before anything else: a collective before that leaves a rank behind, and the run ends."""
     options, buffers = life.drawn.options, life.dress.balanced or life.dress.statistics
-    before = (
-        buffers or options["policy"] == "gather" or options.get("dense") == "shard" or options.get("reshard_every")
-    )
-    return _communicates(life) and not before
+    gathers = options["policy"] == "gather" or options.get("dense") == "shard"
+    return _communicates(life) and not (buffers or gathers or options.get("reshard_every"))
 
 
 def _step(life: Any, kind: Any, **options: Any) -> None:
@@ -82,7 +87,7 @@ REFUSALS = {
     ),
     "no checkpoint": Refusal(lambda life: hecate.load(Path("/nothing/here"), life.model), "/nothing/here"),
     "a wrong shape": Refusal(_wrong_shape, "size mismatch"),
-    "Adafactor": Refusal(lambda life: _step(life, torch.optim.Adafactor), "whole parameters", _sharded),
+    "Adafactor": Refusal(lambda life: _step(life, torch.optim.Adafactor), "whole parameters", _has_parts),
     "LBFGS": Refusal(lambda life: _step(life, torch.optim.LBFGS), "whole parameters", _sharded),
     "a hook on one rank": Refusal(_hook_on_one_rank, "DisagreementError", _meets_first),
 }

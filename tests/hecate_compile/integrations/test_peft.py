@@ -260,6 +260,23 @@ def test_adapters_of_experts_freeze_and_thaw_where_they_were() -> None:
     ]
 
 
+def test_switching_adapters_off_and_on_thaws_those_of_experts_as_peft_does() -> None:
+    model: Any = adapted("qwen3_moe")
+    reference: Any = adapted("qwen3_moe")
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    layer = next(m for name, m in model.named_modules() if name.endswith("mlp.experts") and hasattr(m, "lora_A"))
+    assert [name for name, _ in layer.lora_A.named_parameters()] == ["default.weight"]
+    assert len({id(p) for p in model.parameters()}) == len([*model.parameters()])
+    for act in (lambda one: one.requires_grad_(False), lambda one: one.base_model.disable_adapter_layers()):
+        for one in (model, reference):
+            act(one)
+        assert not any(p.requires_grad for one in (model, reference) for p in one.parameters())
+    for one in (model, reference):
+        one.base_model.enable_adapter_layers()
+        assert {"lora_" in name for name, p in one.named_parameters() if p.requires_grad} == {True}
+        assert all(p.requires_grad for name, p in one.named_parameters() if "lora_" in name)
+
+
 def test_a_hook_on_an_adapter_of_experts_is_refused() -> None:
     model: Any = adapted("qwen3_moe")
     layer = next(m for name, m in model.named_modules() if name.endswith("mlp.experts") and hasattr(m, "lora_A"))
