@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -98,6 +99,20 @@ LIMIT_WARNING = "torch._dynamo hit config."
 DYNAMO_NOTES = "_dynamo_"
 # Dynamo's function that looks whether a jump is that of an assertion, and puts its message on the stack.
 ASSERTION = "_detect_and_normalize_assert_statement"
+
+
+@contextmanager
+def written_out_numbers(names: set[str]) -> Iterator[None]:
+    """Let Dynamo write out the floats with these ``names`` in graphs, and note there which others it had to.
+
+    Otherwise it keeps one such set for all that a process compiles, until something makes it begin again.
+    """
+    state = symbolic_convert.TensorifyState
+    others, state.force_specializations = state.force_specializations, names
+    try:
+        yield
+    finally:
+        state.force_specializations = others
 
 
 def symbols_of_trace() -> Any:

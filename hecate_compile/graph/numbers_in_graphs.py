@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from hecate.private import dynamo_config, parameters_of
+from hecate.private import dynamo_config, parameters_of, written_out_numbers
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import STACK
 from hecate.wrap.shard import shard_of
@@ -36,17 +36,20 @@ class WithoutNumbersIfNeeded:
         self._torchdynamo_orig_backend = convert
         # Weak: the model holds this.
         self._model = weakref.ref(model)
+        self._written_out = set[str]()
 
     def __call__(self, *given: Any) -> Any:
-        try:
-            return self._torchdynamo_orig_backend(*given)
-        except Exception as error:
-            reason = _number_in_the_way(error)
-            captured = dynamo_config.capture_scalar_outputs
-            if not captured or reason is None or self._is_of_experts(reason):
-                raise
-        with dynamo_config.patch(_LEFT):
-            return self._torchdynamo_orig_backend(*given)
+        # Whatever else a rank compiles, its graphs of this model are those of the other ranks.
+        with written_out_numbers(self._written_out):
+            try:
+                return self._torchdynamo_orig_backend(*given)
+            except Exception as error:
+                reason = _number_in_the_way(error)
+                captured = dynamo_config.capture_scalar_outputs
+                if not captured or reason is None or self._is_of_experts(reason):
+                    raise
+            with dynamo_config.patch(_LEFT):
+                return self._torchdynamo_orig_backend(*given)
 
     def _is_of_experts(self, error: GuardOnDataDependentSymNode) -> bool:
         model = self._model()

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import symbolic_convert
 
 import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.graph import traces
+from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.parity import compare, error_of, rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
@@ -183,3 +185,22 @@ def test_what_torch_knows_of_a_dead_model_is_freed() -> None:
         objects.append(len(gc.get_objects()))
     # Facts about each length in its graphs were some 8,000; what is left are notes of Dynamo's.
     assert objects[3] - objects[1] < 2 * 3000
+
+
+def test_floats_that_must_be_written_out_are_a_models_own() -> None:
+    """Ranks have the same graphs, whatever else one of them compiles: that may make Dynamo begin again."""
+    state, seen = symbolic_convert.TensorifyState, []
+
+    def convert(*given: Any) -> None:
+        seen.append({*state.force_specializations})
+        state.specialize("one of ours")
+
+    model = nn.Linear(1, 1)
+    compile_frame = WithoutNumbersIfNeeded(convert, model)
+    before = {*state.force_specializations}
+    for _ in range(2):
+        compile_frame()
+        assert state.force_specializations == before
+        state.clear()
+        before = set()
+    assert seen == [set(), {"one of ours"}]
