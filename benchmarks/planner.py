@@ -32,7 +32,7 @@ from hecate.runtime.ops.ticket import make_tickets
 from hecate.runtime.placement.hecate_policy import Hecate
 from hecate.runtime.placement.native import build, calls
 from hecate.runtime.placement.owners import Ints, Owners
-from hecate.runtime.placement.planner import LayerSizes, Rates
+from hecate.runtime.placement.planner import LayerSizes, Quotas, Rates
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.placement.topology import Topology
 
@@ -87,11 +87,13 @@ def plan(policy: Hecate, view: LayerView, counts: Ints, rank: int, *, moves: boo
     placement = timed("place", lambda: policy.place(view))
     # These are worked out beside the placement, where nothing waits for them.
     _ = placement.pairs, placement.starts, placement.leaving, placement.slots_on(rank)
-    quotas = policy.assign(view, placement, counts, rank)
-    timed(
-        "critical",
-        lambda: make_tickets(policy.assign(view, placement, counts, rank), torch.device("cpu")),
-    )
+
+    def critical() -> Quotas:
+        quotas = policy.assign(view, placement, counts, rank)
+        make_tickets(quotas, torch.device("cpu"))
+        return quotas
+
+    quotas = timed("critical", critical)
     owners = timed("owners", lambda: policy.choose_owners([view])) if moves else None
     return times, (placement, quotas.sent.tolist(), quotas.received.tolist(), owners)
 

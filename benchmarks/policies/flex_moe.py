@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hecate.runtime.placement.hecate_policy import assign_fastest
+from hecate.runtime.placement.native import assign_fastest
 from hecate.runtime.placement.owners import Ints, Owners
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas, split_fastest
@@ -80,7 +80,7 @@ class FlexMoE(Policy):
         return Placement.with_replicas(layer.owners, held)
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        return assign_fastest(layer, placement, counts, rank)
+        return assign_fastest(layer.costs, placement, counts, rank)
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         return [self._migrate(layer) for layer in layers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hecate.runtime.placement.hecate_policy import assign_fastest
+from hecate.runtime.placement.native import assign_fastest
 from hecate.runtime.placement.owners import Ints
 from hecate.runtime.placement.placement import Placement
 from hecate.runtime.placement.planner import Quotas, materialize_fastest
@@ -30,4 +30,4 @@ class PostGate(Policy):
         return materialize_fastest(counts.sum(0), layer.owners, layer.costs.exposed, slots=self.replicas).placement
 
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-        return assign_fastest(layer, placement, counts, rank)
+        return assign_fastest(layer.costs, placement, counts, rank)

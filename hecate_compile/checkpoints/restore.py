@@ -47,6 +47,8 @@ from hecate.compiled_model import compiled_model_of, is_compiled
 
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
+# The same for those that rank0.json and the others lack.
+_OWN_DEFAULTS: dict[str, Any] = {"base": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +131,9 @@ class Restoring:
     def _read_own(self) -> list[dict[str, Any]]:
         out = []
         for rank in range(self.manifest.ranks):
-            own = self._read_plain(f"rank{rank}.json")
-            if (
-                not isinstance(own, dict)
-                or not {"random", "extra"} <= own.keys()
-                or not are_digests(own.get("base", {}))
-            ):
+            found = self._read_plain(f"rank{rank}.json")
+            own = _OWN_DEFAULTS | found if isinstance(found, dict) else {}
+            if not {"random", "extra"} <= own.keys() or not are_digests(own["base"]):
                 raise CorruptError(f"rank{rank}.json does not hold what hecate.save writes")
             out.append(own)
         return out
@@ -205,8 +204,7 @@ class Restoring:
 
     def _differences_of_base(self, model: nn.Module, *, cast: bool) -> list[str]:
         """List how the base under adapters differs from what it was when they were saved. A collective."""
-        # Checkpoints of earlier versions say nothing of it.
-        saved = [own.get("base", {}) for own in self.own]
+        saved = [own["base"] for own in self.own]
         if not any(saved):
             return []
 

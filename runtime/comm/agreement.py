@@ -27,8 +27,8 @@ __all__ = ["DisagreementError", "agree", "compare_histories", "gather_json", "me
 
 # Stands for the digest of a rank that does not know its own.
 _NO_DIGEST = bytes(32)
-# Numbers of splits in a report of a rank, and of all, which every rank gathers: 100 MB of text. The newest do, since
-# the next exchange notices where ranks part.
+# Numbers of splits in a report of a rank, and of all, which every rank gathers. The newest do, since the next
+# exchange notices where ranks part.
 _SPLITS, _SPLITS_OF_ALL = 2**20, 2**24
 
 

@@ -164,7 +164,7 @@ class Hecate(Policy):
     def assign(self, layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
         if self.objective == "paper":
             return assign_tokens(counts, placement, layer.topology, rank, "nearest")
-        return assign_fastest(layer, placement, counts, rank)
+        return native.assign_fastest(layer.costs, placement, counts, rank)
 
     def choose_owners(self, layers: Sequence[LayerView]) -> list[Owners]:
         return list(map(self._swapped, layers)) if self.objective == "time" else self._sharded(layers)
@@ -219,11 +219,6 @@ def most_replicas(replicas: Replicas, memory: float, experts: int, ranks: int) -
     if replicas != "auto":
         return replicas
     return min(int(memory * _STATES * max(1, experts / ranks)), experts - experts // ranks)
-
-
-def assign_fastest(layer: LayerView, placement: Placement, counts: Ints, rank: int) -> Quotas:
-    """Split the rows ``[W, E]`` over the holders in the way that is predicted to be fastest."""
-    return native.assign_fastest(layer.costs, placement, counts, rank)
 
 
 def overlap_degree(layer: LayerView) -> int:

@@ -29,16 +29,19 @@ struct Choice {
     double seconds;
     Ints starts, holders;
 
-    explicit Choice(const Case& given) : starts(Alone(given).starts), holders(given.owners, given.owners + given.experts) {
-        seconds = cost::step(given.load, given.load, given.machine, Alone(given).held);
-    }
+    // Nothing is replicated.
+    Choice(const Case& given, const Alone& alone)
+        : seconds(cost::step(given.load, given.load, given.machine, alone.held)),
+          starts(alone.starts),
+          holders(given.owners, given.owners + given.experts) {}
 };
 
 Choice fastest(const Case& given, Int fills) {
     const Machine& machine = given.machine;
-    Choice best(given);
+    Alone alone(given);
+    Choice best(given, alone);
     const double nothing = best.seconds;
-    if (!given.slots || machine.ranks == 1 || !Alone(given).held.total(given.load)) return best;
+    if (!given.slots || machine.ranks == 1 || !alone.held.total(given.load)) return best;
     Ints hottest = recipes::hottest_of(given), spreads{0, Int(hottest.size())};
     for (Int many = 1; many <= Int(hottest.size()); many *= 2) spreads.push_back(many);
     std::sort(spreads.begin(), spreads.end());
@@ -119,7 +122,6 @@ Int choose(const Machine& machine, Int experts, const Int* load, const Int* owne
            Int count, Int* starts, Int* holders) {
     Case given{machine, experts, load, owners, slots};
     Ints hottest = recipes::hottest_of(given);
-    Alone alone(given);
     Proposal best, proposal;
     Int number = 0;
     double least = INFINITY;
@@ -133,6 +135,7 @@ Int choose(const Machine& machine, Int experts, const Int* load, const Int* owne
             std::swap(best, proposal);
         }
     }
+    Alone alone(given);
     if (count > 1 && least >= cost::owners_work(load, machine, alone.held).seconds()) {
         give(alone.starts, Ints(owners, owners + experts), starts, holders);
         return number;

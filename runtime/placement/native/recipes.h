@@ -21,6 +21,7 @@ struct Case {
     // The groups in which hot experts are spread: nodes, or the ranks of a single one.
     Int groups() const { return machine.nodes > 1 ? machine.nodes : machine.ranks; }
     Int group_start(Int group) const { return machine.nodes > 1 ? machine.node_starts[group] : group; }
+    Int group_end(Int group) const { return machine.nodes > 1 ? machine.node_starts[group + 1] : group + 1; }
 };
 
 enum Fills : Int { no, yes, both };
@@ -73,10 +74,7 @@ inline Ints by_load(const Case& given) {
 inline Ints hottest_of(const Case& given) {
     const Machine& machine = given.machine;
     Int groups = given.groups(), least = machine.ranks;
-    for (Int g = 0; g < groups; g++) {
-        Int end = g + 1 < groups ? given.group_start(g + 1) : machine.ranks;
-        least = std::min(least, end - given.group_start(g));
-    }
+    for (Int g = 0; g < groups; g++) least = std::min(least, given.group_end(g) - given.group_start(g));
     Int most = (given.slots * least * groups + groups - 2) / (groups - 1);
     Ints order = by_load(given), wanted(machine.nodes, 0), chosen;
     if (machine.nodes == 1) {
@@ -111,7 +109,7 @@ inline void spread(const Case& given, const Ints& hottest, Proposal& proposal) {
         Int expert = hottest[x], owner = given.owners[expert];
         double share = double(given.load[expert]) / double(groups);
         for (Int g = 0; g < groups; g++) {
-            Int begin = given.group_start(g), end = g + 1 < groups ? given.group_start(g + 1) : machine.ranks, best = -1;
+            Int begin = given.group_start(g), end = given.group_end(g), best = -1;
             if (begin <= owner && owner < end) continue;
             for (Int k = begin; k < end; k++)
                 if (proposal.free[k] && (best < 0 || expected[k] < expected[best])) best = k;
