@@ -38,6 +38,7 @@ def explain(model: nn.Module) -> Explanation:
         policy += f", {rates_text(rates)}, {state.placer.rates_from}"
     return Explanation(
         world=state.world,
+        groups=state.mesh.groups,
         policy=policy,
         experts=state.experts,
         passed_over=state.passed_over,
@@ -166,7 +167,7 @@ def stats(model: nn.Module) -> Stats:
         state.world.queue.drain()
         meet("hecate.stats", state.world.group)
     with doing("hecate.stats"):
-        return collect_stats(tuple(dict.fromkeys(state.layers)), state.mesh.group)
+        return collect_stats(tuple(dict.fromkeys(state.layers)), state.mesh)
 
 
 def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -179,6 +180,6 @@ def set_requires_gradient_sync(model: nn.Module, enabled: bool) -> None:
     Raises:
         ValueError: the model was not compiled.
     """
-    sync = compiled_model_of(model, "set_requires_gradient_sync").sync
-    sync.enabled = enabled
-    sync.owed = sync.owed or not enabled
+    switches = compiled_model_of(model, "set_requires_gradient_sync").sync.switches
+    switches.enabled = enabled
+    switches.owed = switches.owed or not enabled

@@ -118,8 +118,10 @@ class _Sharded:
     placer: Placer
     carrier: Carrier
     sync: GradientSync
+    twins_sync: GradientSync
     step: CurrentStep
     replicated: tuple[ReplicatedParameter, ...]
+    twins: tuple[ReplicatedParameter, ...]  # shards that other groups have, too
 
 
 def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
@@ -180,7 +182,8 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
-    ranks = find_mesh(mesh, device_of(model, mesh))
+    fewest = min((found.num_experts for found in experts), default=1)
+    ranks = find_mesh(mesh, device_of(model, mesh), config.expert_group, experts=fewest)
     check_one_piece(model, ranks.everyone)
     shard_dense = config.dense == "shard" and ranks.group.size > 1
     agree(
@@ -211,8 +214,14 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
 def _shard(model: nn.Module, found: _Found) -> _Sharded:
     """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values."""
     config, everyone, group, experts = found.config, found.mesh.everyone, found.mesh.group, found.experts
-    topology = find_topology(config.topology, group)
-    agree([repr(topology)], "which ranks share a node", "Give Config(topology=hecate.Topology(...)).", everyone)
+    nodes = find_topology(config.topology, everyone)
+    topology = nodes.among(found.mesh.ranks)
+    agree(
+        [repr(nodes), f"in a group: {topology}"],
+        "which ranks share a node",
+        "Give Config(topology=hecate.Topology(...)); groups must lie in nodes alike.",
+        everyone,
+    )
     carrier, step = choose_carrier(config, topology, group), CurrentStep()
     placer = Placer(config.make_policy(), topology, group, step)
     precision, param_dtype = config.mixed_precision, _param_dtype(config)
@@ -222,7 +231,7 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         dtype=reduce_dtype,
         in_graph=config.policy != "replicate",
         text_model=weakref.ref(found.text_model) if found.text_model is not None else None,
-        topology=topology,
+        topology=nodes,
     )
     shard_dense = config.dense == "shard" and group.size > 1
     towers = towers_beside(found.text_model, model) if found.text_model is not None else ()
@@ -237,11 +246,21 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         shard_dense=shard_dense,
         towers=towers,
     )
-    replicated = install_reads(model, sync, step, param_dtype)
+    twins_sync = sync.among(found.mesh.twins)
+    replicated, twins = install_reads(model, sync, twins_sync, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
         layer.wire_dtype = config.wire_dtype
-    return _Sharded(layers=layers, placer=placer, carrier=carrier, sync=sync, step=step, replicated=replicated)
+    return _Sharded(
+        layers=layers,
+        placer=placer,
+        carrier=carrier,
+        sync=sync,
+        twins_sync=twins_sync,
+        step=step,
+        replicated=replicated,
+        twins=twins,
+    )
 
 
 def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
@@ -281,9 +300,11 @@ def _forward(
     """Return the callable that a call of the model runs."""
     config, everyone, placer, sync = found.config, found.mesh.everyone, sharded.placer, sharded.sync
     in_graphs, sparse = config.policy != "replicate", config.attention is not None
-    outside_gradients = OutsideGradients(sync)
-    for record in sharded.replicated:
-        outside_gradients.watch(record)
+    # Whole parameters are averaged over everyone, and shards over twins.
+    watches = {id(one): OutsideGradients(one) for one in (sync, sharded.twins_sync)}
+    for record in (*sharded.replicated, *sharded.twins):
+        watches[id(record.sync)].watch(record)
+    outside_gradients = tuple(watches.values())
     buffers = Buffers(model, sync, enabled=config.broadcast_buffers)
     additions = Additions(
         model,
@@ -291,7 +312,7 @@ def _forward(
         sync=sync,
         step=sharded.step,
         param_dtype=_param_dtype(config),
-        added=outside_gradients.watch,
+        added=watches[id(sync)].watch,
         changed=buffers.find,
         changes=changes,
     )
@@ -305,19 +326,25 @@ def _forward(
         carrier=sharded.carrier,
         buffers=buffers,
         additions=additions,
-        drift=DriftCheck(
-            lambda: additions.records,
-            sync,
-            lambda: outside_gradients.stepped_apart,
-            every=config.compare_every,
-            in_forwards=in_graphs,
+        drift=tuple(
+            DriftCheck(
+                records,
+                world,
+                lambda: any(watch.stepped_apart for watch in outside_gradients),
+                every=config.compare_every,
+                in_forwards=in_graphs,
+            )
+            for records, world in ((lambda: additions.records, everyone), (lambda: sharded.twins, found.mesh.twins))
         ),
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
     )
-    gathering = Gathering(
-        world=everyone, dtype=_param_dtype(config), step=sharded.step, began=outside_gradients.backward_ran
-    )
+
+    def began() -> None:
+        for watch in outside_gradients:
+            watch.backward_ran()
+
+    gathering = Gathering(world=everyone, dtype=_param_dtype(config), step=sharded.step, began=began)
     return CompiledForward(
         traces,
         between=between,

@@ -11,6 +11,7 @@ from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.runtime.comm.world import Mesh, World
 from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.training.forward import CompiledForward
@@ -46,6 +47,11 @@ class CompiledModel:
     def world(self) -> World:
         """The ranks that train the model."""
         return self.mesh.everyone
+
+    @property
+    def nodes(self) -> Topology:
+        """Which of the ranks that train the model share a node."""
+        return self.sync.topology if self.sync.topology is not None else self.placer.topology
 
     @property
     def policy_without_placement(self) -> str | None:

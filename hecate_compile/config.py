@@ -22,6 +22,17 @@ PolicyName = Literal["hecate", "static", "gather", "replicate"]
 Dense = Literal["replicate", "shard"]
 RowTransport = Literal["collectives", "symmetric"]
 DumpRanks = Literal["first", "all"]
+ExpertGroup = int | Literal["auto"]
+
+
+# What stands for a number.
+_WITHOUT_NUMBER = (
+    ("prefetch_bytes", None),
+    ("chunks", "auto"),
+    ("replicas", "auto"),
+    ("expert_group", None),
+    ("expert_group", "auto"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,11 @@ class Config:
             largest of a layer. 0 hides nothing.
         compare_every: training forwards after which ranks compare the parameters that each has whole, also after the
             first, 10 and 50, and at ``hecate.save``; 0 for never. Ranks that have come apart raise an error.
+        expert_group: ranks of a group. Experts, and rows with ``dense="shard"``, are sharded in each group, and their
+            gradients are averaged over groups as well, so that rows of tokens stay in a group: for many nodes. It
+            must divide the number of ranks. None: all ranks are one group, or those along the second dimension of the
+            mesh. ``"auto"``: as many as can be of at most 64 ranks, whole nodes or parts of one, and no more than
+            there are experts.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements
@@ -113,6 +129,7 @@ class Config:
     rematerialize: bool = False
     prefetch_bytes: int | None = None
     compare_every: int = 200
+    expert_group: ExpertGroup | None = None
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
@@ -150,13 +167,14 @@ class Config:
             "chunks": 1,
             "prefetch_bytes": 0,
             "compare_every": 0,
+            "expert_group": 1,
         }
         for name, least in least_of.items():
             value = getattr(self, name)
-            if (name, value) in (("prefetch_bytes", None), ("chunks", "auto"), ("replicas", "auto")):
+            if value in ("auto", None) and (name, value) in _WITHOUT_NUMBER:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                otherwise = ' or "auto"' if name in ("chunks", "replicas") else ""
+                otherwise = ' or "auto"' if (name, "auto") in _WITHOUT_NUMBER else ""
                 raise ValueError(
                     f"hecate.Config: {name}={value!r}, expected a whole number of at least {least}{otherwise}"
                 )

@@ -52,13 +52,19 @@ def _parameters_at(module: nn.Module, path: str) -> Iterator[nn.Parameter]:
 
 # --- a base that is left out is compared ---
 
+# Of each parameter the dtype, and a number.
+Digests = dict[str, list[Any]]
 
-def base_digests(state: Mapping[str, Any], base: Collection[str], *, first: bool) -> dict[str, list[Any]]:
+
+def base_digests(model: nn.Module, state: Mapping[str, Any], base: Collection[str], *, first: bool) -> Digests:
     """Return the dtype of each of this rank's tensors of the base, and the digest of its part of it.
 
-    What every rank has whole is the ``first`` rank's. Tensors that are made of others (quantized ones) are left out.
+    What every rank has whole is the ``first`` rank's, and what every group has is that of the first group. Tensors
+    that are made of others (quantized ones) are left out.
     """
-    out: dict[str, list[Any]] = {}
+    if is_compiled(model) and not compiled_model_of(model, "save").mesh.in_first:
+        return {}
+    out: Digests = {}
     for name in sorted(base):
         tensor: Any = state.get(name)
         if isinstance(tensor, LogicalTensor):

@@ -48,7 +48,7 @@ from hecate.compiled_model import compiled_model_of, is_compiled
 # Values for fields that run.json lacks, because they are younger than the checkpoint, or no model was saved.
 _DEFAULTS: dict[str, Any] = {"extra_state": {}, "placement": None, "options": {}, "left_out": []}
 # The same for those that rank0.json and the others lack.
-_OWN_DEFAULTS: dict[str, Any] = {"base": {}}
+_OWN_DEFAULTS: dict[str, Any] = {"base": {}, "placement": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +211,13 @@ class Restoring:
         def here() -> dict[str, list[Any]]:
             state = get_model_state_dict(model)
             names = {name for rank in saved for name in rank if name in state}
-            return base_digests(state, names, first=self.ranks.first)
+            return base_digests(model, state, names, first=self.ranks.first)
 
         now = self.ranks.gather(self.ranks.together(here))
         return self._usable(lambda: base_differences(saved, now, cast=cast))
 
     def _fill(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        placement = self.run["placement"]
+        placement = self._placement_of(model)
         forget_last_forward(model)
         self._usable(lambda: restore_owners(model, placement))
         saved = self._saved("model.")
@@ -241,6 +241,13 @@ class Restoring:
         self._usable(lambda: set_extra_states(model, self.run["extra_state"]))
         if optimizers:
             self._usable(lambda: restore_planner(model, placement))
+
+    def _placement_of(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return what the planner of this rank's group knew, or else that of the first group."""
+        group = compiled_model_of(model, "load").mesh.ranks if is_compiled(model) else (0,)
+        of_group = self.own[group[0]]["placement"] if group[0] < len(self.own) else None
+        found: dict[str, Any] | None = of_group if of_group is not None else self.run["placement"]
+        return found
 
     def _saved_state(self, number: int) -> dict[str, dict[str, TensorStorageMetadata]]:
         out: dict[str, dict[str, TensorStorageMetadata]] = {}

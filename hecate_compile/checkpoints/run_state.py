@@ -91,7 +91,7 @@ def new_random_state(step: int, rank: int) -> None:
     random.seed(seed)
 
 
-# --- owners, and what the planner remembers; equal on all ranks ---
+# --- owners, and what the planner remembers; equal on all ranks of a group ---
 
 
 def placement_state(model: nn.Module) -> dict[str, Any] | None:
@@ -113,6 +113,14 @@ def placement_state(model: nn.Module) -> dict[str, Any] | None:
         "owner_mover": compiled.owner_mover.state_dict(),
         "hidden_time": hidden_time.state_dict() if hidden_time is not None else None,
     }
+
+
+def speaks_for_group(model: nn.Module) -> bool:
+    """Tell whether this rank saves what the planner of its group knows: the first group's is that of the run."""
+    if not is_compiled(model):
+        return False
+    mesh = compiled_model_of(model, "save").mesh
+    return not mesh.in_first and mesh.group.rank == 0
 
 
 def forget_last_forward(model: nn.Module) -> None:
@@ -141,7 +149,7 @@ def restore_planner(model: nn.Module, state: dict[str, Any] | None) -> None:
         return
     compiled = compiled_model_of(model, "load")
     layers = {layer.name: layer for layer in _layers(compiled)}
-    saved = {"memory": 1} | state["conditions"]
+    saved = {"memory": 1, "groups": 1} | state["conditions"]
     if saved != _conditions(compiled) or list(state["layers"]) != list(layers):
         return
     if any(list(layer.owners.ranks) != state["owners"][name] for name, layer in layers.items()):
@@ -166,6 +174,7 @@ def _conditions(compiled: CompiledModel) -> dict[str, Any]:
     return {
         "memory": _MEMORY,
         "ranks": compiled.mesh.group.size,
+        "groups": compiled.mesh.groups,
         "nodes": list(compiled.placer.topology.node_of),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "policy": repr(compiled.placer.policy),

@@ -24,7 +24,13 @@ from hecate.checkpoints import publish
 from hecate.checkpoints.adapters import base_digests, frozen_base, has_adapters
 from hecate.checkpoints.coordination import CheckpointError, Ranks, describe, ranks_of
 from hecate.checkpoints.optimizer_tensors import as_optimizers, optimizer_name, optimizer_tensors
-from hecate.checkpoints.run_state import function_options, modules_with_extra_state, placement_state, random_state
+from hecate.checkpoints.run_state import (
+    function_options,
+    modules_with_extra_state,
+    placement_state,
+    random_state,
+    speaks_for_group,
+)
 from hecate.checkpoints.safety.files import FileRecord, record_files
 from hecate.checkpoints.safety.plain_data import check_plain, write_plain
 from hecate.checkpoints.safety.tensor_index import INDEX, write_index
@@ -125,7 +131,8 @@ def _meet(directory: str | os.PathLike[str], model: nn.Module | None, step: int,
     ranks = ranks_of(model, function)
     ranks.agree(directory=directory, step=step)
     if model is not None and is_compiled(model):
-        compiled_model_of(model, function).forward.between.drift.before_save()
+        for check in compiled_model_of(model, function).forward.between.drift:
+            check.before_save()
     return ranks
 
 
@@ -155,7 +162,7 @@ def _check(step: int, keep: int | None, extra: Any) -> None:
 def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra: Any, *, first: bool) -> Snapshot:
     tensors: dict[str, Any] = {}
     run: dict[str, Any] = {"step": step, "torch": torch.__version__, "optimizers": []}
-    base: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     device = torch.device("cpu")
     if model is not None:
         tensors["model"] = get_model_state_dict(model)
@@ -165,12 +172,13 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
         if has_adapters(model):
             # The base can be had from where it came from, and is many times as large.
             run["left_out"] = sorted(frozen_base(model))
-            base = base_digests(tensors["model"], run["left_out"], first=first)
+            own["base"] = base_digests(model, tensors["model"], run["left_out"], first=first)
             for name in run["left_out"]:
                 tensors["model"].pop(name, None)
         device = next((tensor.device for tensor in tensors["model"].values()), device)
         run["extra_state"] = {n: module.get_extra_state() for n, module in modules_with_extra_state(model).items()}
         run["placement"], run["options"] = placement_state(model), function_options(model)
+        own["placement"] = run["placement"] if speaks_for_group(model) else None
     elif optimizers:
         raise ValueError(
             "hecate.save: an optimizer's state is saved by the names of its model's parameters; give model"
@@ -181,7 +189,7 @@ def _take(model: nn.Module | None, optimizers: list[Optimizer], step: int, extra
         tensors[optimizer_name(number)] = {"state": found.tensors}
         run["optimizers"].append({"groups": found.groups, "plain": found.plain})
     check_plain(run, "the run's state")
-    return Snapshot(tensors, run, {"random": random_state(device), "extra": extra, "base": base})
+    return Snapshot(tensors, run, own | {"random": random_state(device), "extra": extra})
 
 
 def _copied(snapshot: Snapshot) -> Snapshot:

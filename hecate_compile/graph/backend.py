@@ -246,7 +246,7 @@ class Backend:
         )
 
     def _context(self) -> PassContext:
-        size, topology, config = self.world.size, self.placer.topology, self.config
+        size, topology, config = self.placer.world.size, self.placer.topology, self.config
         experts = max((layer.num_experts for layer in self.layers), default=1)
         room_percent = max((layer.carrier.room_percent for layer in self.layers), default=0)
         relays = all(isinstance(layer.carrier, Relaying) for layer in self.layers)

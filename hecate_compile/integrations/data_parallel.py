@@ -72,12 +72,12 @@ def no_sync(sync: GradientSync) -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def no_sync() -> Iterator[None]:
-        before = sync.enabled
-        sync.enabled, sync.owed = False, True
+        before = sync.switches.enabled
+        sync.switches.enabled, sync.switches.owed = False, True
         try:
             yield
         finally:
-            sync.enabled = before
+            sync.switches.enabled = before
 
     return no_sync
 

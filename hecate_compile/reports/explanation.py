@@ -40,6 +40,7 @@ class Explanation:
 
     Attributes:
         world: rank and number of ranks.
+        groups: of ranks, between which experts are sharded.
         policy: the policy that decides who holds what, on which nodes, and the speeds of the machine that it uses.
         experts: the modules that were sharded.
         passed_over: modules that look similar and were not.
@@ -54,6 +55,7 @@ class Explanation:
     """
 
     world: World
+    groups: int
     policy: str
     experts: tuple[ExpertsModule, ...]
     passed_over: tuple[PassedOver, ...]
@@ -117,6 +119,7 @@ class Explanation:
         return {
             "rank": self.world.rank,
             "ranks": self.world.size,
+            "groups": self.groups,
             "policy": self.policy,
             "layers": [
                 {
@@ -167,7 +170,9 @@ class Explanation:
 
     def _parts(self) -> list[Section | str]:
         """Return tables and sentences, in the order in which things happen."""
-        parts: list[Section | str] = [f"rank {self.world.rank} of {self.world.size}, {self.policy}"]
+        size, groups = self.world.size, self.groups
+        among = f": {groups} groups of {size // groups}, each" if groups > 1 else ","
+        parts: list[Section | str] = [f"rank {self.world.rank} of {size}{among} {self.policy}"]
         parts.append(self._found() if self.experts else "no experts are sharded")
         if self.parameters:
             parts.append(self._kept())

@@ -85,7 +85,8 @@ def monitor(
         device=state.world.device.type,
         layers=tuple(layer.name for layer in layers),
         experts=tuple(layer.num_experts for layer in layers),
-        nodes=tuple(state.placer.topology.node_of),
+        nodes=state.nodes.node_of,
+        groups=state.mesh.groups,
         started=time.time(),
     )
     place = _open(Path(path), head, first_step, state.world, tensorboard=tensorboard)
@@ -238,7 +239,7 @@ def _open(root: Path, head: RunHead, first_step: int | None, world: World, *, te
             file = opened.enter_context(rank_path(folder, world.rank).open("ab"))
             log = None
             if tensorboard and world.rank == 0:
-                log = TensorBoardLog(folder / "tensorboard", world.size)
+                log = TensorBoardLog(folder / "tensorboard", head.world_size // head.groups)
                 opened.callback(log.close)
         except Exception as error:
             problem = error

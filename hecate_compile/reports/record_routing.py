@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from hecate.compiled_model import compiled_model_of
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.history import doing
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh, World
 
 
 @contextmanager
@@ -26,9 +27,10 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         with hecate.record(model, "trace.npz"):
             train(model)
 
-    All ranks enter and leave together; every rank knows all counts, so recording communicates nothing. The trace
-    stays in rank 0's memory until then: 4 bytes for each step, layer, rank and expert. If the block raises, the steps
-    that were recorded so far are written. Forwards without gradients are left out.
+    All ranks enter and leave together; every rank knows all counts, so recording communicates nothing, but for the
+    first ranks of groups, which tell rank 0. The trace stays in rank 0's memory until then: 4 bytes for each step,
+    layer, rank and expert. If the block raises, the steps that were recorded so far are written. Forwards without
+    gradients are left out.
 
     The file is a compressed numpy archive (``numpy.load``):
 
@@ -65,9 +67,10 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         for layer in layers:
             if layer.counts is None:
                 raise RuntimeError(f"hecate.record: {layer.name} gathers its experts, so its rows are not counted")
-            counts.append(layer.counts.cpu().numpy())
+            counts.append(layer.counts.cpu())
+        of_ranks = _of_all_groups(torch.stack(counts), state.mesh)
         if state.world.rank == 0:
-            steps.append(np.stack(counts).astype(np.uint32))
+            steps.append(of_ranks.numpy().astype(np.uint32))
 
     state.forward.after = after
     try:
@@ -84,8 +87,18 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
                     owners=owners,
                     sizes=np.asarray([astuple(layer.sizes) for layer in layers], dtype=np.float64),
                     rates=np.asarray(astuple(state.placer.rates), dtype=np.float64),
-                    nodes=np.asarray(state.placer.topology.node_of, dtype=np.int32),
+                    nodes=np.asarray(state.nodes.node_of, dtype=np.int32),
                 )
+
+
+def _of_all_groups(counts: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the counts ``[L, W, E]`` of all ranks, from those of each group's; a collective of groups."""
+    if mesh.twins.group is None:
+        return counts
+    mesh.twins.queue.drain()
+    with doing("hecate.record"):
+        found = collectives.all_gather_even(counts.to(mesh.twins.control_device), mesh.twins).cpu()
+    return found.transpose(0, 1).flatten(1, 2)
 
 
 def _try_to_write(target: Path, world: World) -> None:

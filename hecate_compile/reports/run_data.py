@@ -112,7 +112,7 @@ class RunData:
     def replicas(self) -> Array:
         """Copies of experts on ranks that do not own them, ``[n, L]``."""
         here = self.owners >= 0
-        return np.where(here, self.holders.astype(np.int64) - 1, 0).sum(2)
+        return np.where(here, self.holders.astype(np.int64) - self.head.groups, 0).sum(2)
 
 
 def load_run(root: Path) -> RunData:
@@ -223,8 +223,17 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
     def of_first(name: str) -> Array:
         return np.concatenate([start.first[name][keep] for start, keep in zip(starts, kept, strict=True)])
 
+    def of_group(name: str, group: int) -> Array:
+        """Return a column of a group's first rank, zero in steps that it did not write."""
+        rank, parts = group * (size // head.groups), []
+        for start, keep in zip(starts, kept, strict=True):
+            read, like = start.ranks.get(rank), start.first[name]
+            found = np.zeros_like(like) if read is None else np.nan_to_num(start.lines(read, name)).astype(like.dtype)
+            parts.append(found[keep])
+        return np.concatenate(parts)
+
     layers = (len(head.layers),)
-    load = of_first("load")
+    loads = [of_group("load", group) for group in range(head.groups)]
     changes = [(start.first["step"][keep], start.first) for start, keep in zip(starts, kept, strict=True)]
     owners = np.concatenate([owners_at(steps, of["owners_step"], of["owners"]) for steps, of in changes])
     travel, exposed = of_ranks("travel", (layers[0] + 1,)), of_ranks("exposed", (layers[0] + 1,))
@@ -234,11 +243,13 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         notes=tuple(notes),
         step=of_first("step"),
         seconds=without_nan(np.nanmax, of_ranks("seconds", ()), 1),
-        load=load,
-        holders=of_first("holders"),
+        load=sum(loads[1:], loads[0]),
+        holders=sum(
+            (of_group("holders", group).astype(np.int64) for group in range(1, head.groups)), of_first("holders")
+        ),
         owners=owners,
         rows=of_ranks("rows", layers),
-        owner_rows=owner_rows(load, owners, size),
+        owner_rows=np.concatenate([owner_rows(load, owners, size // head.groups) for load in loads], 2),
         row_bytes=of_ranks("row_bytes", layers).sum(1),
         expert_bytes=of_ranks("expert_bytes", layers).sum(1),
         travel=travel.sum(1),

@@ -60,7 +60,10 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunHead:
-    """The content of ``run.json``: names, experts of each layer, node of each rank ``[W]``, Unix time of start."""
+    """The content of ``run.json``: names, experts of each layer, node of each rank ``[W]``, Unix time of start.
+
+    Ranks of each of ``groups`` groups follow one another, and the first of a group has the loads of its experts.
+    """
 
     model: str
     policy: str
@@ -70,6 +73,7 @@ class RunHead:
     nodes: tuple[int, ...]
     started: float
     format: int = FORMAT
+    groups: int = 1
 
     @property
     def world_size(self) -> int:
@@ -100,6 +104,8 @@ class RunHead:
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.experts) or not self.nodes:
             raise ValueError("layers without experts, or no rank")
+        if self.groups < 1 or self.world_size % self.groups:
+            raise ValueError(f"{self.world_size} ranks in {self.groups} groups")
 
 
 _KINDS: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}

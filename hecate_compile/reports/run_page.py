@@ -81,8 +81,9 @@ def _head(run: RunData, name: str) -> str:
     head = run.head
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(head.started))
     nodes, experts = len(set(head.nodes)), ", ".join(map(str, sorted(set(head.experts)))) or "no"
+    ranks = f"{head.world_size} rank(s)" + (f" in {head.groups} groups" if head.groups > 1 else "")
     text = (
-        f"{head.model}, {len(head.layers)} MoE layer(s) with {experts} experts, {head.world_size} rank(s) on "
+        f"{head.model}, {len(head.layers)} MoE layer(s) with {experts} experts, {ranks} on "
         f"{nodes} node(s) ({head.device}), {head.policy}, started {started}"
     )
     notes = "".join(f'<p class="quiet">{html.escape(note)}</p>' for note in run.notes)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hecate.reports.tables import as_text
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh
 from hecate.runtime.state.layer import Layer
 
 
@@ -77,27 +77,29 @@ class Stats:
         return as_text(table)
 
 
-def collect_stats(layers: Sequence[Layer], world: World) -> Stats:
+def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
-    seen = [layer for layer in layers if layer.counts is not None]
-    for layer in seen:
+    world, found = mesh.everyone, []
+    for layer in layers:
+        if layer.counts is None:
+            continue
         layer.read_rows()
-    mine = [[layer.rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent] for layer in seen]
-    numbers = torch.tensor(mine, dtype=torch.int64, device=world.control_device).view(len(seen), 4)
-    everyone = collectives.all_gather_even(numbers, world).cpu()
-    found = []
-    for index, layer in enumerate(seen):
-        assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
-        rows, sent, crossed, experts_sent = everyone[:, index].t().tolist()
+        rows = layer.rows if mesh.group.size > 1 else int(per_expert.sum())
+        own = [rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas]
+        mine = torch.cat([torch.tensor(own, device="cpu"), per_expert]).to(world.control_device)
+        of_ranks = collectives.all_gather_even(mine, world).cpu()
+        # Ranks of a group know the same of its experts, and groups follow one another.
+        of_groups = of_ranks[:: mesh.group.size].sum(0).tolist()
+        rows_of, sent, crossed, experts_sent, *_ = of_ranks.t().tolist()
         found.append(
             LayerStats(
                 name=layer.name,
-                rows=tuple(rows) if world.size > 1 else (int(per_expert.sum()),),
-                expert_rows=tuple(per_expert.tolist()),
+                rows=tuple(rows_of),
+                expert_rows=tuple(of_groups[len(own) :]),
                 bytes_sent=tuple(sent),
                 node_bytes_sent=tuple(crossed),
-                replicas=layer.replicas,
+                replicas=of_groups[len(own) - 1],
                 expert_bytes_sent=tuple(experts_sent),
             )
         )

@@ -35,6 +35,7 @@ class StepLog:
 
     def __init__(self, state: CompiledModel, first_step: int, timeline_every: int) -> None:
         self._world, self._next, self._timeline_every = state.world, first_step, timeline_every
+        self._group = state.mesh.group
         self._layers = tuple(dict.fromkeys(state.layers))
         self._place = {layer.name: index for index, layer in enumerate(self._layers)}
         self._most = max((layer.num_experts for layer in self._layers), default=0)
@@ -68,7 +69,7 @@ class StepLog:
         step, self._step = self._step, None
         if step is None:
             return
-        layers, alone = self._layers, self._world.size == 1
+        layers, alone = self._layers, self._group.size == 1
         for layer in layers:
             layer.read_rows()
         self._add(
@@ -82,7 +83,7 @@ class StepLog:
         )
         self._logged.append(step.logged)
         self._add_spans(step)
-        if self._world.rank == 0:
+        if self._group.rank == 0:
             self._add_load()
             self._add_owners(step)
 
@@ -92,7 +93,7 @@ class StepLog:
         if "load" in columns:
             columns["load"] = [self._as_lines(line, 0) for line in columns["load"]]
         arrays = {name: np.asarray(lines, COLUMNS[name][0]) for name, lines in columns.items()}
-        if self._world.size == 1:
+        if self._group.size == 1:
             arrays["rows"] = arrays["load"].sum(2, dtype=np.int64)
         for name in sorted({name for line in logged for name in line}):
             arrays[f"log.{name}"] = np.asarray([float(line.get(name, np.nan)) for line in logged], LOGGED[0])
@@ -165,7 +166,10 @@ def _memory(device: torch.device) -> int:
 
 
 class TensorBoardLog:
-    """Scalars for TensorBoard, written by rank 0 a chunk of steps at a time; ImportError without TensorBoard."""
+    """Scalars for TensorBoard, written by rank 0 a chunk of steps at a time; ImportError without TensorBoard.
+
+    Loads and replicas are those of its group, of ``world_size`` ranks.
+    """
 
     def __init__(self, folder: Path, world_size: int) -> None:
         # This imports TensorBoard, which is not installed with Hecate.

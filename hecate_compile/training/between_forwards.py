@@ -111,7 +111,7 @@ class BetweenForwards:
     carrier: Carrier
     buffers: Buffers
     additions: Additions
-    drift: DriftCheck
+    drift: Sequence[DriftCheck]
     owner_mover: OwnerMover
     hidden_time: HiddenTime | None
     watcher: Callable[[], None] | None = None
@@ -132,7 +132,8 @@ class BetweenForwards:
         self.buffers.before_forward(mode)
         self.additions.before_forward()
         self.buffers.after_additions()
-        self.drift.before_forward(mode)
+        for check in self.drift:
+            check.before_forward(mode)
         self.owner_mover.before_forward(mode)
         if self.hidden_time is not None:
             self.hidden_time.before_forward(mode)

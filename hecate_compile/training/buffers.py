@@ -53,7 +53,7 @@ class Buffers:
 
     def before_forward(self, mode: StepMode) -> None:
         """Take rank 0's buffers, if that is due. A collective then, and the first of a forward."""
-        due, self._due = self._due, mode.training and self._sync.enabled
+        due, self._due = self._due, mode.training and self._sync.switches.enabled
         if not due:
             return
         try:

@@ -309,14 +309,14 @@ class CapturedStep:
                 raise ValueError(f"hecate.capture: input {place} is {what}, expected a tensor on {device}")
 
     def _check_synchronization(self) -> None:
-        if not self._compiled.outside_gradients.synchronizes:
+        if not all(watch.synchronizes for watch in self._compiled.outside_gradients):
             raise RuntimeError(
                 "hecate.capture: captured steps average all gradients, and hecate.set_requires_gradient_sync, or "
                 "model.no_sync, is off. Micro-batches cannot be captured: nothing adds up"
             )
 
     def _check_averages(self) -> None:
-        if self._compiled.outside_gradients.averages:
+        if any(watch.averages for watch in self._compiled.outside_gradients):
             raise RuntimeError(
                 "hecate.capture: gradients of some parameters are averaged on the host when a backward ends, which "
                 "is in no CUDA graph: something outside of the compiled forward uses them, synchronization is off, "

@@ -118,7 +118,12 @@ def _with_owned(
         return torch.maximum(own, whole)
     power = own**order
     collectives.all_reduce(power, world)
-    return (power + whole**order) ** (1.0 / order)
+    norm = (power + whole**order) ** (1.0 / order)
+    if world.everyone is not world:
+        # Sums of other groups may differ in the last bit, by which twins would part.
+        world.everyone.queue.drain()
+        collectives.all_reduce(norm, world.everyone, dist.ReduceOp.MAX)
+    return norm
 
 
 _unscale_grads = getattr(GradScaler, UNSCALE)

@@ -20,7 +20,7 @@ from hecate.runtime.comm.agreement import DisagreementError, gather_json
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.ops.gradients import ReplicatedParameter
 from hecate.runtime.state.step_mode import StepMode
 from hecate.training.digest import digest, has_digest
 
@@ -50,7 +50,7 @@ class Drift:
 
 
 class DriftCheck:
-    """Compares the parameters that all ranks of one model have whole, every so many training forwards; 0 for never.
+    """Compares the parameters that all ranks of a world have alike, every so many training forwards; 0 for never.
 
     If ranks do not make the same forwards (``in_forwards``), they compare when they save. Once the program has
     ``stepped_apart``, on gradients that it left local, nothing is compared.
@@ -59,7 +59,7 @@ class DriftCheck:
     def __init__(
         self,
         records: Callable[[], Sequence[ReplicatedParameter]],
-        sync: GradientSync,
+        world: World,
         stepped_apart: Callable[[], bool],
         *,
         every: int,
@@ -71,7 +71,7 @@ class DriftCheck:
             every,
             in_forwards,
         )
-        self._world = sync.world
+        self._world = world
         self._forwards = 0
         self._stepped = self._apart = self._warned = False
 
@@ -149,8 +149,13 @@ class DriftCheck:
             rounding = float(every.max()) <= _ROUNDINGS * eps * float(first.abs().max())
             offs.append((rounding, -float(every.max()), name, int(every.argmax())))
         offs.sort()
-        lines = [f"  {name} of rank {rank} is off rank 0's by {-off:.1e}" for _, off, name, rank in offs[:_SHOWN]]
-        what = f"ranks have other values of {len(offs)} of the {total} parameters that each has whole:"
+        numbers = self._world.numbers or range(self._world.size)
+        lines = [
+            f"  {name} of rank {numbers[rank]} is off rank {numbers[0]}'s by {-off:.1e}"
+            for _, off, name, rank in offs[:_SHOWN]
+        ]
+        alike = "each has whole" if self._world is self._world.everyone else "their groups share"
+        what = f"ranks have other values of {len(offs)} of the {total} parameters that {alike}:"
         return Drift("\n".join([what, *lines]), all(rounding for rounding, *_ in offs))
 
 

@@ -57,7 +57,7 @@ class CompiledForward:
         experts: Sequence[ExpertsModule],
         step: CurrentStep,
         precision: Any,
-        outside_gradients: OutsideGradients,
+        outside_gradients: Sequence[OutsideGradients],
         same_batches: SameBatches,
         whole_layers: WholeLayers,
         check_compiled: Callable[[], None] | None = None,
@@ -89,7 +89,8 @@ class CompiledForward:
         mode = StepMode(training=training, first=self._traces.is_first(training=training))
         if not self.recording:
             self.between(mode)
-            self.outside_gradients.before_forward(mode)
+            for watch in self.outside_gradients:
+                watch.before_forward(mode)
             self._same_batches.before_forward(mode, args, kwargs)
         # Step 3: inputs as mixed precision wants them.
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -103,7 +104,8 @@ class CompiledForward:
             # No optimizer will ask whether there was room for all rows.
             self.between.carrier.settle()
         self._keep_records(out)
-        self.outside_gradients.after_forward(out)
+        for watch in self.outside_gradients:
+            watch.after_forward(out)
         # Step 5: a recorder of routing, and the output's dtype.
         if self.after is not None and not self.recording:
             self.after()

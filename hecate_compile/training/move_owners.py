@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from hecate.private import parameters_of, tree_leaves
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.agreement import agree
+from hecate.runtime.comm.agreement import agree, gather_json
 from hecate.runtime.comm.warn import warn_alone, warn_together
 from hecate.runtime.comm.world import Mesh
 from hecate.runtime.placement.owners import Owners
+from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import StepMode
@@ -66,7 +69,7 @@ class OwnerMover:
         exchanging = [layer for layer in self.layers if layer.placer.plan.loads]
         if not exchanging:
             return
-        new = list(self.placer.policy.choose_owners([layer.placer.view for layer in exchanging]) or ())
+        new = list(self.placer.policy.choose_owners(self._views(exchanging)) or ())
         if len(new) != len(exchanging):
             name = type(self.placer.policy).__name__
             raise RuntimeError(
@@ -74,7 +77,26 @@ class OwnerMover:
             )
         for layer in exchanging:
             layer.placer.plan.forget()
+        twins = self.mesh.twins
+        if twins.group is not None:
+            # A policy knows its own group's placements, so groups might choose different owners.
+            first = gather_json([owners.ranks for owners in new], twins)[0]
+            new = [Owners(tuple(ranks), layer.world.size) for ranks, layer in zip(first, exchanging, strict=True)]
         self.move(list(zip(exchanging, new, strict=True)))
+
+    def _views(self, layers: Sequence[Layer]) -> list[LayerView]:
+        """Return the layers with mean loads of all groups; a collective of groups."""
+        views, twins = [layer.placer.view for layer in layers], self.mesh.twins
+        if twins.group is None:
+            return views
+        twins.queue.drain()
+        means = []
+        for view in views:
+            loads = torch.tensor(np.stack([view.long_load, *view.loads]), device="cpu").to(twins.control_device)
+            collectives.all_reduce(loads, twins)
+            long_load, *recent = (loads // twins.size).cpu().numpy()
+            means.append(replace(view, long_load=long_load, loads=tuple(recent)))
+        return means
 
     def move(self, wanted: Sequence[tuple[Layer, Owners]]) -> bool:
         """Bring experts to new owners, and return whether anything moved; a collective, which ranks must agree on."""

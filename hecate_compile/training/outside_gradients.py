@@ -8,7 +8,7 @@ whenever it is not certain that the graph's own gradient arrived alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,14 @@ from hecate.runtime.state.step_mode import StepMode
 class _Watched:
     parameter: weakref.ref[Tensor]
     record: ReplicatedParameter
+
+    @property
+    def holders(self) -> Sequence[Tensor]:
+        """The parameters that have the gradient when a backward is over: itself, or those it was dealt out to."""
+        if self.record.holders is not None:
+            return self.record.holders()
+        parameter = self.parameter()
+        return (parameter,) if parameter is not None else ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class OutsideGradients:
 
     @property
     def synchronizes(self) -> bool:
-        return self._sync.enabled
+        return self._sync.switches.enabled
 
     def watch(self, record: ReplicatedParameter) -> None:
         parameter = record.parameter
@@ -165,7 +173,9 @@ class OutsideGradients:
     def before_forward(self, mode: StepMode) -> None:
         """Find out, where gradients were left local, whether hooks are given gradients on any rank. A collective."""
         sync = self._sync
-        if sync.world.group is None or not (sync.in_graph and sync.owed and sync.enabled and mode.training):
+        if sync.world.group is None or not (
+            sync.in_graph and sync.switches.owed and sync.switches.enabled and mode.training
+        ):
             return
         mine = any(
             number not in self._own_hooks
@@ -198,14 +208,15 @@ class OutsideGradients:
         sent, averaged = self._sent.take(record), record.take_averaged()
         if grad is None:
             return
-        if not self._sync.enabled:
+        if not self._sync.switches.enabled:
             if record.id not in self._local:
                 self._local[record.id], self._versions[record.id] = watched, version_of(parameter)
             return
         # The gradient is the one that the graph sent, untouched: nothing was added on the way.
         certain = averaged and sent == [(grad.data_ptr(), version_of(grad))]
         # A local gradient goes along with the graph's all-reduce, or is averaged below.
-        self._local.pop(record.id, None)
+        if record.holders is None:
+            self._local.pop(record.id, None)
         if not certain:
             self._unsure[record.id] = watched
         if not certain or self._meets or self._local:
@@ -213,7 +224,7 @@ class OutsideGradients:
 
     def backward_ran(self) -> None:
         """Come to the meeting also from a backward that gives no gradient to parameters that are watched."""
-        if self._sync.in_python and self._sync.enabled:
+        if self._sync.in_python and self._sync.switches.enabled:
             self._queue()
 
     def _queue(self) -> None:
@@ -240,29 +251,29 @@ class OutsideGradients:
             self._sync.world,
         )
         self._warn(unsure)
-        self._average(unsure)
+        self._average([gradient for watched in unsure for gradient in _gradients_of(watched)])
 
-    def _used_anywhere(self, due: dict[int, _Watched]) -> list[_Watched]:
-        """Return the parameters that got a gradient on any rank; where one got none it gets zeros."""
+    def _used_anywhere(self, due: dict[int, _Watched]) -> list[Tensor]:
+        """Return the gradients of parameters that got one on any rank; where one got none it gets zeros."""
         everything = sorted(self._watched.values(), key=lambda watched: watched.record.id)
         names = [watched.record.name for watched in everything]
         world = self._sync.world
         agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
         # torch.autograd.grad calls the hooks too, and leaves no .grad.
-        mine = [w.record.id in due and (p := w.parameter()) is not None and p.grad is not None for w in everything]
+        holders = [(watched.record.id in due, holder) for watched in everything for holder in watched.holders]
+        mine = [is_due and holder.grad is not None for is_due, holder in holders]
         used = torch.tensor(mine, dtype=torch.uint8, device="cpu").to(world.device)
         collectives.all_reduce(used, world, op=ReduceOp.MAX)
-        found = [watched for watched, anywhere in zip(everything, used.tolist(), strict=True) if anywhere]
-        for watched in found:
-            parameter = watched.parameter()
-            if parameter is not None and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return found
+        found = [holder for (_, holder), anywhere in zip(holders, used.tolist(), strict=True) if anywhere]
+        for holder in found:
+            if holder.grad is None:
+                holder.grad = torch.zeros_like(holder)
+        return [holder.grad for holder in found if holder.grad is not None]
 
     @torch.no_grad()
-    def _average(self, parameters: Iterable[_Watched]) -> None:
+    def _average(self, gradients: Iterable[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in map(_gradient_of, parameters):
+        for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for same in by_dtype.values():
             for bucket in _buckets(same):
@@ -288,15 +299,13 @@ class OutsideGradients:
         )
 
 
-def _gradient_of(watched: _Watched) -> Tensor:
-    parameter = watched.parameter()
-    gradient = parameter.grad if parameter is not None else None
-    if gradient is None:
+def _gradients_of(watched: _Watched) -> list[Tensor]:
+    if watched.record.holders is None and any(holder.grad is None for holder in watched.holders):
         raise RuntimeError(
             f"hecate: {watched.record.name} has no gradient when its backward ends: something stepped or cleared it "
             "inside the backward, before what came from outside of the compiled forward was averaged. Step after it."
         )
-    return gradient
+    return [holder.grad for holder in watched.holders if holder.grad is not None]
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from hecate.private import parameters_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.world import World
+from hecate.runtime.comm.world import Mesh, World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Carrier, Layer, add_layer
@@ -102,9 +102,10 @@ def is_member_shard(shard: Shard | None) -> TypeGuard[MemberShard]:
 
 
 def shard_experts(
-    experts: ExpertsModule, sites: ParameterSites, world: World, placer: Placer, carrier: Carrier
+    experts: ExpertsModule, sites: ParameterSites, mesh: Mesh, placer: Placer, carrier: Carrier
 ) -> Layer:
     """Keep this rank's experts of a module, with rank 0's values, and return the layer's record; a collective."""
+    world = mesh.group
     shards = [shard_of(parameters_of(experts.store)[key]) for key in experts.parameters]
     # Modules that share a parameter share a record: an expert has one owner.
     layer = next((shard.layer for shard in shards if is_expert_shard(shard)), None)
@@ -117,11 +118,11 @@ def shard_experts(
         owners = Owners.contiguous(experts.num_experts, world.size)
         layer = add_layer(name=experts.name, owners=owners, world=world, carrier=carrier, placer=placer)
     for key in experts.parameters:
-        _shard_parameter(experts, key, layer, sites)
+        _shard_parameter(experts, key, layer, sites, mesh)
     return layer
 
 
-def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites) -> None:
+def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: ParameterSites, mesh: Mesh) -> None:
     full = parameters_of(experts.store)[key]
     assert full is not None
     if shard_of(full) is not None:
@@ -135,9 +136,12 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
         else:
             # A move of owners makes contiguous shards, and other strides would be another graph.
             local = shard.slice(full.detach()).contiguous()
-        if layer.world.group is not None:
+        # The first group has rank 0, and each of its ranks tells its twins.
+        if layer.world.group is not None and mesh.twins.rank == 0:
             whole = shard.by_expert(full.detach()) if layer.world.rank == 0 else None
             collectives.scatter_shards(whole, shard.by_expert(local), layer.owners, layer.world)
+        if mesh.twins.group is not None:
+            collectives.broadcast(local, mesh.twins)
     sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 

@@ -6,13 +6,16 @@ The class of each module with parameters becomes a subclass with properties, so 
     dense parameter   ->  replicate(parameter)       identity, backward averages the gradient
     or, sharded       ->  gather_dense([shard])[0]   [c, ...] -> [d, ...]
 
-and is right before any pass runs. ``named_parameters()`` and the parameters themselves do not change.
+and is right before any pass runs. Where there are several groups of ranks, a shard is read through ``replicate``,
+too, and its gradient is averaged over its twins. ``named_parameters()`` and the parameters themselves do not change.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -30,7 +33,7 @@ from hecate.wrap.first_forward import agree_on_next
 from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
 from hecate.wrap.shard import cannot_be_copied, no_longer_the_shard, shard_of
-from hecate.wrap.stack_experts import member_of
+from hecate.wrap.stack_experts import ExpertStack, member_of
 from hecate.wrap.swapped_class import swap_class
 from hecate.wrap.whole_runs import any_entered, read_whole
 
@@ -63,35 +66,64 @@ def untraced_read(why: str, advice: str, *, layer: str = "", places: Sequence[Pl
 
 
 def install_reads(
-    model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
-) -> tuple[ReplicatedParameter, ...]:
+    model: nn.Module, sync: GradientSync, twins: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
+) -> tuple[tuple[ReplicatedParameter, ...], tuple[ReplicatedParameter, ...]]:
     """Swap the classes of modules with parameters; one process without mixed precision keeps those of dense ones.
 
-    Returns records that graphs will name, which must live as long as the model. Frames that Dynamo left to Python
-    read as the model does only while a forward runs, as ``step`` tells.
+    Returns the records of whole parameters and those of shards that ``twins`` have, too. Graphs will name them, so
+    they must live as long as the model. Frames that Dynamo left to Python read as the model does only while a forward
+    runs, as ``step`` tells.
     """
     hear_graph_breaks()
     checked: set[int] = set()
+    shared = _Twins(twins)
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         if (member := member_of(module)) is not None:
             for key, stacked in member.keys.items():
                 shard = shard_of(parameters_of(member.stack)[stacked])
                 assert is_expert_shard(shard)
-                one = shard.layer.world.size == 1
-                readers[key] = _read_member(key, _shard_reader(shard, step), step, param_dtype, alone=one)
+                one, id_ = shard.layer.world.size == 1, shared.number(member.stack, stacked, shard.layer.id)
+                readers[key] = _read_member(key, _shard_reader(shard, step, id_), step, param_dtype, alone=one)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if is_expert_shard(shard):
-                readers[key] = _read_experts(key, _shard_reader(shard, step), param_dtype)
+                number = shared.number(module, key, shard.layer.id)
+                readers[key] = _read_experts(key, _shard_reader(shard, step, number), param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
                     _require_average(parameter, shard)
-                readers[key] = _read_dense_shard(key, shard.id, step, param_dtype)
+                readers[key] = _read_dense_shard(key, shard.id, step, param_dtype, shared.number(module, key))
         if readers:
             _swap_class(module, readers)
-    return install_replicated_reads(model, sync, step, param_dtype)
+    return install_replicated_reads(model, sync, step, param_dtype), tuple(shared.records.values())
+
+
+class _Twins:
+    """The records of shards that other groups have, too, by the identity of their parameters."""
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync, self.records = sync, dict[int, ReplicatedParameter]()
+
+    def number(self, module: nn.Module, key: str, layer: int | None = None) -> int | None:
+        """Return the number of a shard's record, to be averaged with those of the ``layer``; None in one group."""
+        if self._sync.world.group is None:
+            return None
+        parameter = parameters_of(module)[key]
+        shard = shard_of(parameter)
+        assert parameter is not None and shard is not None
+        if id(parameter) not in self.records:
+            holders = partial(_members, weakref.ref(module), key) if isinstance(module, ExpertStack) else None
+            self.records[id(parameter)] = add_replicated(
+                module, key, self._sync, name=shard.name, layer=layer, holders=holders
+            )
+        return self.records[id(parameter)].id
+
+
+def _members(stack: weakref.ref[ExpertStack], key: str) -> Sequence[torch.Tensor]:
+    here = stack()
+    return here.owned(key) if here is not None else ()
 
 
 def install_replicated_reads(
@@ -183,14 +215,16 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     swapped: Any = swap_class(module, namespace)
 
 
-def _shard_reader(record: ExpertShard, step: CurrentStep) -> Callable[..., Any]:
-    """Return a function that readers call to read a shard, or one expert of it."""
+def _shard_reader(record: ExpertShard, step: CurrentStep, id: int | None) -> Callable[..., Any]:
+    """Return a function that readers call to read a shard, or one expert of it; ``id`` is of the record of twins."""
     # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
     num_experts, layer_id, alone = record.layer.num_experts, record.layer.id, record.world.size == 1
     lines = record.lines
 
     def read(shard: Any, key: str, dtype: torch.dtype | None, expert: int | None = None) -> Any:
         if torch.compiler.is_compiling():
+            if id is not None and shard.requires_grad and torch.is_grad_enabled():
+                shard = replicate(shard, id)
             if dtype is not None:
                 shard = shard.to(dtype)
             if lines > 1:
@@ -272,7 +306,9 @@ def _read_dense(
     return read
 
 
-def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype | None) -> Callable[[nn.Module], Any]:
+def _read_dense_shard(
+    key: str, id: int, step: CurrentStep, dtype: torch.dtype | None, twins: int | None
+) -> Callable[[nn.Module], Any]:
     def read(module: nn.Module) -> Any:
         shard: Any = parameters_of(module)[key]
         traced = torch.compiler.is_compiling()
@@ -283,6 +319,8 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
         if whole is not None or shard is None or not (traced or step.running or again):
             return shard if whole is None else whole
         travels = dtype if shard.is_floating_point() else None
+        if twins is not None and shard.requires_grad and torch.is_grad_enabled():
+            shard = replicate(shard, twins)
         if traced:
             return torch.ops.hecate.gather_dense([shard], [id], travels)[0]
         return _gather_dense(shard, id, travels, step)
@@ -295,7 +333,7 @@ def _read_dense_shard(key: str, id: int, step: CurrentStep, dtype: torch.dtype |
 def _gather_dense(shard: torch.Tensor, id: int, dtype: torch.dtype | None, step: CurrentStep) -> torch.Tensor:
     record = DENSE_SHARDS[id]
     if step.is_first:
-        agree_on_next(f"the read of {record.name} in Python", record.world)
+        agree_on_next(f"the read of {record.name} in Python", record.world.everyone)
     return torch.ops.hecate.gather_dense([shard], [id], dtype)[0]
 
 

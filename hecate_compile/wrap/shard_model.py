@@ -49,7 +49,7 @@ def shard_model(
     """
     stack_experts(found, left_out)
     sites = ParameterSites(model)
-    dense = DenseSharding(found, sites, sync, towers) if shard_dense else None
+    dense = DenseSharding(found, sites, mesh, sync, towers) if shard_dense else None
     experts = {id(e.module): e for e in found}
     is_meta, layers, uninitialized = has_meta(model), list[Layer](), list[str]()
     # Of a model on the meta device a rank holds one whole module at a time.
@@ -60,7 +60,7 @@ def shard_model(
             first = mesh.everyone.rank == 0
             uninitialized += make_module_real(model, name, mesh.everyone, sites, () if first else elsewhere)
         if own is not None:
-            layers.append(shard_experts(own, sites, mesh.group, placer, carrier))
+            layers.append(shard_experts(own, sites, mesh, placer, carrier))
         if dense is not None:
             dense.shard(name, module)
     if is_meta:
@@ -93,11 +93,13 @@ class DenseSharding:
         self,
         found: Sequence[ExpertsModule],
         sites: ParameterSites,
+        mesh: Mesh,
         sync: GradientSync,
         towers: Collection[nn.Module] = (),
     ) -> None:
         self._experts = {id(e.store): e.parameters for e in found}
-        self._sites, self._sync, self._towers = sites, sync, set(map(id, towers))
+        self._sites, self._mesh, self._towers = sites, mesh, set(map(id, towers))
+        self._sync = sync.among(mesh.group)
 
     def keys(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the module's own parameters that are to be sharded."""
@@ -124,12 +126,16 @@ class DenseSharding:
                 self._shard_parameter(f"{name}.{key}".lstrip("."), full)
 
     def _shard_parameter(self, name: str, full: nn.Parameter) -> None:
-        world = self._sync.world
+        world, twins = self._mesh.group, self._mesh.twins
         shard = add_dense_shard(name, full.shape, self._sync)
         with torch.no_grad():
             local = torch.zeros(shard.shape, dtype=full.dtype, device=world.device)
             mine = local[: shard.counts[world.rank]]
-            collectives.scatter_rows(full.detach() if world.rank == 0 else None, mine, shard.counts, world)
+            # The first group has rank 0, and each of its ranks tells its twins.
+            if twins.rank == 0:
+                collectives.scatter_rows(full.detach() if world.rank == 0 else None, mine, shard.counts, world)
+            if twins.group is not None:
+                collectives.broadcast(local, twins)
         self._sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 

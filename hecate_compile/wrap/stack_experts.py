@@ -107,6 +107,11 @@ class ExpertStack(nn.Module):
         found = [parameters_of(module)[own] for module, own in self.sites[key]]
         return [parameter for parameter in found if parameter is not None]
 
+    def owned(self, key: str) -> list[nn.Parameter]:
+        """Return the parameters under ``key`` of this rank's experts."""
+        members = self.members(key)
+        return [members[expert] for expert in self.at(key)[1].experts]
+
     def begin(self) -> None:
         """Make the members' parameters views of the stack, which was sharded."""
         for key in self.sites:
@@ -137,8 +142,7 @@ class ExpertStack(nn.Module):
 
         Those that were dealt out are its views.
         """
-        (stacked, shard), members = self.at(key), self.members(key)
-        own = [members[expert] for expert in shard.experts]
+        stacked, own = self.at(key)[0], self.owned(key)
         if not any(parameter.grad is not None for parameter in own):
             return None
         dealt = _dealt(stacked, own)
@@ -164,16 +168,16 @@ class ExpertStack(nn.Module):
         if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
             return set()
         (_, shard), read = self.at(key), self._read.pop(key, set() if key in self._read_in_python else None)
-        unused, counts = {expert for expert, p in enumerate(self.members(key)) if p.grad is None}, shard.layer.counts
+        unused, layer = {expert for expert, p in enumerate(self.members(key)) if p.grad is None}, shard.layer
         if read is not None:
             unused -= read
         elif not self.leaves_out:
             return set()
-        elif counts is None:
+        elif layer.counts is None:
             # Where experts are gathered nobody counts rows, and an owner alone sees that there were none.
             unused &= {*shard.experts}
         else:
-            unused &= {*(counts.sum(0) == 0).nonzero().flatten().tolist()}
+            unused &= layer.without_rows()
         # Another forward may have been counted since.
         used = {expert for row, expert in enumerate(shard.experts) if expert in unused and gradient[row].any()}
         return unused - used

@@ -93,7 +93,7 @@ class WholeLayers:
         for module in dict.fromkeys(around[e.name][depth] for e in alike):
             # A part of a model may be in another mode than the whole.
             modes = {False, model.training, module.training}
-            self._sync.layers_in_python |= True in modes
+            self._sync.switches.layers_in_python |= True in modes
             _run_whole(module, [e for e in alike if around[e.name][depth] is module], modes)
             # Not in the class, which Dynamo may keep for longer than the model.
             module.__dict__[_GATHERING] = self._how

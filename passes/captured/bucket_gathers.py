@@ -24,9 +24,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.analysis.torch_values import GraphFacts, value_of
 from hecate.passes.base import Outcome, PassContext, Refused
-from hecate.passes.fx import Builder, calls, is_getitem, operands, skip_of
+from hecate.passes.fx import Builder, arg, calls, is_getitem, operands, skip_of
 from hecate.private import HigherOrderOperator
 from hecate.runtime.ops.dense import DENSE_SHARDS
+from hecate.runtime.ops.gradients import replicate
 
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
@@ -38,6 +39,7 @@ class _Read:
     gather: Node
     part: Node
     shard: Node
+    parameter: Node  # the shard itself, or what is read through ``replicate`` for it, where several groups have it
     id: int
     dtype: torch.dtype | None
 
@@ -51,7 +53,7 @@ def bucket_gathers(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         try:
             # Results count, too: two reads that become one would see each other's changes.
-            facts.refuse_changes_of([node for read in reads for node in (read.shard, read.part)], until=end)
+            facts.refuse_changes_of([node for read in reads for node in (read.parameter, read.part)], until=end)
         except Refused as reason:
             skipped.append(skip_of(DENSE_SHARDS[reads[0].id].name, reason, fallback=False))
             continue
@@ -76,10 +78,10 @@ def _by_block(graph: Graph, facts: GraphFacts) -> list[list[_Read]]:
         if found is not None and found.group() != block:
             block = found.group()
             passed += 1
-        value = value_of(read.shard)
+        value = value_of(read.parameter)
         kind = (value.dtype, value.device, value.requires_grad, read.dtype, facts.grad_modes[node])
         # A second read of a shard belongs to the first, wherever it is.
-        group = group_of.setdefault((read.shard, kind), (block if found is not None else passed, kind))
+        group = group_of.setdefault((read.parameter, kind), (block if found is not None else passed, kind))
         groups.setdefault(group, []).append(read)
     return list(groups.values())
 
@@ -89,21 +91,27 @@ def _read_at(node: Node) -> _Read | None:
         return None
     shards, ids, dtype = operands(node)
     (part,) = node.users
-    if len(shards) != 1 or shards[0].op != "placeholder" or value_of(shards[0]) is None or not is_getitem(part):
+    if len(shards) != 1 or not is_getitem(part):
         return None
-    return _Read(gather=node, part=part, shard=shards[0], id=ids[0], dtype=dtype)
+    parameter = arg(shards[0], 0) if calls(shards[0], replicate) else shards[0]
+    if parameter.op != "placeholder" or value_of(parameter) is None:
+        return None
+    return _Read(gather=node, part=part, shard=shards[0], parameter=parameter, id=ids[0], dtype=dtype)
 
 
 def _merge(reads: Sequence[_Read]) -> None:
     graph = reads[0].gather.graph
-    firsts = list({read.shard: read for read in reversed(reads)}.values())[::-1]
+    firsts = list({read.parameter: read for read in reversed(reads)}.values())[::-1]
+    for read in firsts:
+        if read.shard is not read.parameter:
+            reads[0].gather.prepend(read.shard)
     here = Builder(graph, before=reads[0].gather)
     shards, ids = [read.shard for read in firsts], [read.id for read in firsts]
     whole = here.call(torch.ops.hecate.gather_dense.default, shards, ids, reads[0].dtype)
-    parts = dict(zip(shards, here.parts(whole, len(shards)), strict=True))
+    parts = dict(zip([read.parameter for read in firsts], here.parts(whole, len(shards)), strict=True))
     for read in firsts:
-        parts[read.shard].meta = dict(read.part.meta)
+        parts[read.parameter].meta = dict(read.part.meta)
     for read in reads:
-        read.part.replace_all_uses_with(parts[read.shard])
+        read.part.replace_all_uses_with(parts[read.parameter])
         graph.erase_node(read.part)
         graph.erase_node(read.gather)

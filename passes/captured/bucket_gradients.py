@@ -4,16 +4,19 @@ Needs    replicate(parameter, id) nodes, one or more per parameter read.
 Changes  a = replicate(p, 0); b = replicate(q, 1)
          becomes   bucket = replicate_bucket([p, q], [0, 1]); a = bucket[0]; b = bucket[1]
          A parameter that is read twice (tied weights) is averaged once.
-Never    mixes dtypes or devices in a bucket, or merges across a change of grad mode. A parameter that the graph
-         changes in place stays as it is: autograd takes no view of a custom function from before the change.
+Never    mixes dtypes, devices or the ranks that average in a bucket, or merges across a change of grad mode. A
+         parameter that the graph changes in place stays as it is: autograd takes no view of a custom function from
+         before the change.
 
-Buckets fill from the last parameter used to the first, the order in which gradients become ready. A bucket stands at
-its first use, so that autograd runs its all-reduce as soon as the last of its gradients is there.
+The experts of a layer, which several groups of ranks have, are one bucket. All others fill from the last parameter
+used to the first, the order in which gradients become ready. A bucket stands at its first use, so that autograd runs
+its all-reduce as soon as the last of its gradients is there.
 """
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -21,7 +24,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import GraphFacts, storage_of, value_of
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import Builder, arg, calls
-from hecate.runtime.ops.gradients import replicate, replicate_bucket
+from hecate.runtime.ops.gradients import REPLICATED, ReplicatedParameter, replicate, replicate_bucket
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -32,8 +35,11 @@ def bucket_gradients(gm: GraphModule, context: PassContext) -> Outcome:
     parameters = [node for node in reads if value_of(node) is not None]
     parameters.reverse()
     buckets: list[list[Node]] = []
-    for _, same in groupby(sorted(parameters, key=lambda p: str(_kind(p))), key=_kind):
-        buckets += _fill(list(same))
+    kind = {parameter: _kind(parameter, REPLICATED[arg(reads[parameter][0], 1)]) for parameter in parameters}
+    for _, group in groupby(sorted(parameters, key=lambda p: str(kind[p])), key=kind.__getitem__):
+        same = list(group)
+        # The lengths of experts' shards are not known.
+        buckets += _fill(same) if kind[same[0]].layer is None else [same]
     for bucket in buckets:
         _merge(bucket, reads)
     return Outcome(rewritten=len(buckets))
@@ -51,9 +57,18 @@ def _reads_with_grad(gm: GraphModule) -> dict[Node, list[Node]]:
     return reads
 
 
-def _kind(parameter: Node) -> tuple[torch.dtype, torch.device]:
+class _Kind(NamedTuple):
+    """What parameters of a bucket have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ranks: tuple[int, ...] | None
+    layer: int | None
+
+
+def _kind(parameter: Node, record: ReplicatedParameter) -> _Kind:
     value = value_of(parameter)
-    return value.dtype, value.device
+    return _Kind(value.dtype, value.device, record.sync.world.numbers, record.layer)
 
 
 def _fill(parameters: list[Node]) -> list[list[Node]]:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.analysis.torch_values import GraphFacts
 from hecate.passes.base import Outcome, PassContext
 from hecate.passes.fx import arg, calls
+from hecate.runtime.ops.gradients import replicate
 
 
 def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
@@ -33,7 +34,7 @@ def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
                 continue
             node.replace_all_uses_with(first[key])
             gm.graph.erase_node(node)
-            while not shard.users and shard.op == "call_method":
+            while not shard.users and (shard.op == "call_method" or calls(shard, replicate)):
                 unused, shard = shard, arg(shard, 0)
                 gm.graph.erase_node(unused)
             merged += 1
@@ -41,7 +42,12 @@ def share_gathers(gm: GraphModule, context: PassContext) -> Outcome:
 
 
 def _identity(shard: Node) -> Any:
-    """Return the parameter, the dtype that it is cast to, and the sizes that it is viewed with."""
+    """Return the parameter, the dtype that it is cast to, and the sizes that it is viewed with.
+
+    A read through ``replicate``, with the same number, is one of the same parameter.
+    """
+    if calls(shard, replicate):
+        return (_identity(arg(shard, 0)), arg(shard, 1))
     if shard.op == "call_method" and shard.target in ("to", "view") and len(shard.all_input_nodes) == 1:
         return (_identity(arg(shard, 0)), shard.args[1:], tuple(shard.kwargs.items()))
     return shard

@@ -15,6 +15,7 @@ from hecate.passes.fx import arguments_of
 from hecate.runtime.comm.collective import Carries, collective_of, start_of
 from hecate.runtime.comm.queue import Span
 from hecate.runtime.ops.dense import DENSE_SHARDS
+from hecate.runtime.ops.gradients import REPLICATED
 
 
 def write_note(
@@ -36,7 +37,11 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
         case "dense":
             return f"{DENSE_SHARDS[arguments['ids'][0]].name} and {len(arguments['ids']) - 1} more"
         case "bucket":
-            return f"{len(arguments['ids'])} dense parameters"
+            first, count = REPLICATED[arguments["ids"][0]], len(arguments["ids"])
+            if first.layer is not None:
+                return f"{context.name(first.layer)}, over groups"
+            whole = first.sync.world is first.sync.world.everyone
+            return f"{count} dense parameters" if whole else f"{count} shards, over groups"
         case _:
             assert_never(carries)
 

@@ -170,7 +170,9 @@ class Clock:
             return payload * context.slots / max(1, context.owned)
         if collective.role == "gather":
             payload = self.number(bytes_of(_value(wait)))
-        others = (context.world_size - 1) / context.world_size
+        ranks = REPLICATED[arguments_of(start)["ids"][0]].sync.world.size if collective.carries == "bucket" else None
+        ranks = ranks if ranks is not None else context.world_size
+        others = (ranks - 1) / ranks
         return payload * others * max(1, collective.ring_rounds)
 
     def bytes_in_flight(self, start: Node, wait: Node) -> int:

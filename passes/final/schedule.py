@@ -7,7 +7,8 @@ Changes  the order of nodes, by these rules:
             dense parameters a gap before the one that they are used in.
          2. Gradients leave with the first gap after they are ready, behind the parameters that are on their way.
             Dense ones that are ready when a gap's compute is over would be in the way of the next layer's exchanges:
-            they leave with the gap behind these.
+            they leave with the gap behind these. Of two in a chain, a layer's to their owners and from these to
+            their twins, the second leaves with the gap behind the first one's, where the first is waited for.
          3. A wait stands before its first use. That of a gradient, which only the optimizer uses, stands at the end,
             or where more than ``prefetch_bytes`` would be on their way.
          4. The chunks of a layer's rows start as soon as they are there.
@@ -56,7 +57,8 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     # Step 1: waits stand before their first use. Without room for anything under way, only exchanges move.
     if budget == 0:
         collectives = [one for one in collectives if one.role == "exchange"]
-    tails = _tails(collectives)
+    next_of = _chains(collectives)
+    tails = _tails(collectives, next_of)
     for one in collectives:
         if one.role != "reduce" or one.wait not in tails:
             plan.sink(one)
@@ -67,7 +69,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     gaps = _gaps(collectives, plan)
     _gather_ahead([one for one in collectives if one.role == "gather"], gaps, plan, sizes, budget)
     reduces = [one for one in collectives if one.role == "reduce" and one.wait in tails]
-    _send_gradients(reduces, gaps, plan, tails, sizes, budget)
+    _send_gradients(reduces, gaps, plan, tails, next_of, sizes, budget)
 
     # Step 3: compute moves behind the starts of exchanges, and in front of their waits.
     defer(plan, clock)
@@ -83,12 +85,29 @@ def _two_layers(sizes: dict[InFlight, int]) -> int:
     return 2 * max(experts or sizes.values(), default=0)
 
 
-def _tails(collectives: Sequence[InFlight]) -> dict[Node, set[Node]]:
-    """Return the waits for gradients that only lead to the graph's results, and the nodes after each."""
+def _chains(collectives: Sequence[InFlight]) -> dict[InFlight, InFlight]:
+    """Return the reduce that sends on the results of another one, by that one."""
+    reduces = {one.start: one for one in collectives if one.role == "reduce"}
+    chains = {}
+    for one in reduces.values():
+        after = closure_forward([one.wait])
+        starts = [node for node in after if start_of(node.target) is not None]
+        if len(starts) == 1 and starts[0] in reduces:
+            chains[one] = reduces[starts[0]]
+    return chains
+
+
+def _tails(collectives: Sequence[InFlight], next_of: dict[InFlight, InFlight]) -> dict[Node, set[Node]]:
+    """Return the waits for gradients that only lead to the graph's results, and the nodes after each.
+
+    Of a chain these end where the next one starts.
+    """
     tails: dict[Node, set[Node]] = {}
     for one in collectives:
         if one.role == "reduce":
-            after = closure_forward([one.wait])
+            after = set(closure_forward([one.wait]))
+            if one in next_of:
+                after -= {next_of[one].start, *closure_forward([next_of[one].start])}
             if not any(start_of(node.target) is not None or is_heavy(node) for node in after):
                 tails[one.wait] = {node for node in after if node.op != "output"}
     return tails
@@ -170,20 +189,24 @@ def _send_gradients(
     gaps: Sequence[_Gap],
     plan: Plan,
     tails: dict[Node, set[Node]],
+    next_of: dict[InFlight, InFlight],
     sizes: dict[InFlight, int],
     budget: int,
 ) -> None:
     """Do rules 2 and 3: start gradients in gaps, and wait for them late."""
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
-        ready = plan.key[one.start]
-        left = [gap for gap in gaps if gap.end > ready]
+        firsts = [first for first in reduces if next_of.get(first) is one]
+        ready = max(plan.key[start] for start in (one.start, *(first.start for first in firsts)))
+        left = [gap for gap in gaps if (gap.begin if firsts else gap.end) > ready]
         if left and left[0].exchange is not None and _would_hold_up(one, ready, left[0].exchange, plan):
             del left[0]
         begin = max(left[0].begin, ready) if left else Key(plan.end)
         phase = Phase.START_REDUCE if begin.phase is Phase.GAP else Phase.START_READY
         plan.key[one.start] = Key(begin.node, phase, 2 * turn + 1)
+        for first in firsts:
+            _wait_at(first, Key(begin.node, phase, 2 * turn), plan, tails)
     flying: list[InFlight] = []
-    for one in sorted(reduces, key=lambda one: plan.key[one.start]):
+    for one in sorted((one for one in reduces if one not in next_of), key=lambda one: plan.key[one.start]):
         start = plan.key[one.start]
         flying.append(one)
         while len(flying) > 1 and sum(sizes[other] for other in flying) > budget:

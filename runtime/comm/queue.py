@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import merge
 from queue import SimpleQueue
 from typing import Any
 
@@ -177,10 +178,18 @@ _numbers = itertools.count()
 
 
 class CollectiveQueue:
-    """Runs jobs in the order in which they are started, on a thread, or on the CUDA stream of ``lane``."""
+    """Runs jobs in the order in which they are started, on a thread, or on the CUDA stream of ``lane``.
 
-    def __init__(self, device: torch.device, *, lane: StreamLane | None = None) -> None:
+    The queues of a model stand ``beside`` one of them, which begins steps and is drained for all.
+    """
+
+    def __init__(
+        self, device: torch.device, *, lane: StreamLane | None = None, beside: CollectiveQueue | None = None
+    ) -> None:
         self.device = device
+        self._others: list[CollectiveQueue] = []
+        if beside is not None:
+            beside._others.append(self)
         self._spans: deque[Span] = deque(maxlen=_KEPT)
         # Spans whose times the GPU knows and the host has not read yet.
         self._unread: deque[tuple[Span, Launched]] = deque(maxlen=_KEPT)
@@ -191,17 +200,18 @@ class CollectiveQueue:
         self._started: dict[int, _Pending] = {}
 
     @property
-    def spans(self) -> deque[Span]:
+    def spans(self) -> list[Span]:
         """Spans of the last step's collectives; with NCCL of the last step that has times, which the host awaits."""
         while self._lane is not None and self._unread:
             span, launched = self._unread.popleft()
             for name, seconds in self._lane.times(launched).items():
                 setattr(span, name, seconds)
-        return self._spans
+        return list(merge(self._spans, *(other.spans for other in self._others), key=lambda span: span.started))
 
     def ask_for_times(self) -> None:
         """Take times in the next step, for a reader. On a stream the host pays for them, so few steps have any."""
-        self._asked = max(self._asked, 1)
+        for queue in (self, *self._others):
+            queue._asked = max(queue._asked, 1)
 
     @property
     def on_stream(self) -> bool:
@@ -215,8 +225,9 @@ class CollectiveQueue:
 
     def drain(self) -> None:
         """Wait until no job is under way on the thread."""
-        if self._last is not None:
-            self._last.done.wait()
+        for queue in (self, *self._others):
+            if queue._last is not None:
+                queue._last.done.wait()
 
     def begin_step(self) -> None:
         """Forget the last step's spans, and jobs that a graph started and, because it failed, never waited for."""
@@ -226,10 +237,16 @@ class CollectiveQueue:
         self._started.clear()
         if self._is_timed:
             self._asked = max(0, self._asked - 1)
-            self.forget_spans()
+            self._forget_spans()
+        for other in self._others:
+            other.begin_step()
 
     def forget_spans(self) -> None:
         """Forget the spans so far: what runs next is not part of their step."""
+        for queue in (self, *self._others):
+            queue._forget_spans()
+
+    def _forget_spans(self) -> None:
         if self._lane is not None:
             for _, launched in self._unread:
                 self._lane.forget(launched)

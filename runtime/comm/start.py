@@ -61,16 +61,23 @@ def _exchange(store: dist.Store, own: str, rank: int, size: int) -> list[str]:
 
 
 def new_group_beside(
-    group: dist.ProcessGroup,
-    *,
+    *groups: dist.ProcessGroup,
     backend: str,
     timeout: timedelta | None,
     what: str,
+    ranks: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> Any:
-    """Create a group of the same ranks; a collective. ``device`` is where this rank has its tensors."""
-    ranks = dist.get_process_group_ranks(group)
-    with _own_keys(group, device):
+    """Create a group of the same ranks, or of these ``ranks``; a collective.
+
+    Args:
+        groups: one that has all of its ranks, or several that connect them: the rows of a table, and its columns.
+        ranks: numbers in the default group.
+        device: where this rank has its tensors.
+    """
+    ranks = list(ranks) if ranks is not None else dist.get_process_group_ranks(groups[0])
+    text = _text_of(groups, device)
+    with _own_keys(text):
         own = dist.new_group(
             ranks,
             backend=backend,
@@ -79,8 +86,8 @@ def new_group_beside(
             use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc=what,
         )
-    if group in _starts:
-        _starts[own] = _starts[group]
+    if text is not None:
+        _starts[own] = text
     return own
 
 
@@ -132,9 +139,8 @@ def _read(store: dist.Store, key: str) -> str:
 
 
 @contextmanager
-def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator[None]:
-    """Put the addresses of groups that are made inside the block, beside ``group``, under keys of this start."""
-    text = _text_of(group, device)
+def _own_keys(text: str | None) -> Iterator[None]:
+    """Put the addresses of groups that are made inside the block under keys of this start."""
     if text is None:
         yield
         return
@@ -147,17 +153,24 @@ def _own_keys(group: dist.ProcessGroup, device: torch.device | None) -> Iterator
         every[default] = before
 
 
-def _text_of(group: dist.ProcessGroup, device: torch.device | None) -> str | None:
-    """Return the text of a group of the user's, which is rank 0's. A collective when it is first asked for."""
-    default = default_group()
-    if group in _starts or default in _fresh or not _store_outlives_ranks():
-        return _starts.get(group)
-    kinds = backends_of(group)
+def _text_of(groups: Sequence[dist.ProcessGroup], device: torch.device | None) -> str | None:
+    """Return the text of groups of the user's, which is their first rank's; None where none is needed.
+
+    A collective when it is first asked for.
+    """
+    first = groups[0]
+    known = _starts.get(first) if len(groups) == 1 else None
+    if known is not None or default_group() in _fresh or not _store_outlives_ranks():
+        return known
+    kinds = backends_of(first)
     own = device if device is not None and device.type in kinds else torch.device(next(iter(kinds)))
     number = torch.tensor([uuid.uuid4().int >> 65], device="cpu" if "cpu" in kinds else own)
-    dist.broadcast(number, group=group, group_src=0)
-    _starts[group] = f"{int(number):x}"
-    return _starts[group]
+    for group in groups:
+        dist.broadcast(number, group=group, group_src=0)
+    text = f"{int(number):x}"
+    if len(groups) == 1:
+        _starts[first] = text
+    return text
 
 
 def _store_outlives_ranks() -> bool:

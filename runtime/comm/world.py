@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,15 @@ from hecate.runtime.placement.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Ranks that communicate with each other, as one of them sees it; ``chosen`` by the user's mesh.
+    """Ranks that communicate with each other, as one of them sees it.
 
-    ``group`` is Hecate's own, or None for a single process. In the user's group, collectives of the queue's thread
-    would meet those of the model's code in another order on every rank.
+    Attributes:
+        group: Hecate's own, or None for a single process. In the user's group, collectives of the queue's thread
+            would meet those of the model's code in another order on every rank.
+        chosen: by the user's mesh.
+        numbers: of its ranks among all that train the model, for messages; None for 0, 1, ...
+        everyone: all ranks that train the model; this world, if it is not ``among`` others.
+        queue: of its jobs, one for each group and one for all that is between groups.
     """
 
     rank: int
@@ -33,13 +39,22 @@ class World:
     group: dist.ProcessGroup | None
     device: torch.device
     chosen: bool = False
+    numbers: tuple[int, ...] | None = None
+    among: InitVar[World | None] = None
+    own_queue: InitVar[bool] = True
+    everyone: World = field(init=False, repr=False, compare=False)
     queue: CollectiveQueue = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, among: World | None, own_queue: bool) -> None:
+        object.__setattr__(self, "everyone", among if among is not None else self)
+        if among is not None and not own_queue:
+            object.__setattr__(self, "queue", among.queue)
+            return
         lane = None
         if self.group is not None and self.device.type == "cuda" and not self.through_host:
             lane = StreamLane(self.device, wait=partial(wait_for_device, group=self.group))
-        object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane))
+        main = among.queue if among is not None else None
+        object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane, beside=main))
 
     @property
     def connected(self) -> bool:
@@ -89,54 +104,159 @@ SINGLE = World(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of one model by what they share: parameters are sharded in the group, and averaged over everyone.
+    """The ranks of one model by what they share.
 
-    A mesh has one dimension today, so both are the same ranks. docs/extending.md has what a second one would change.
+    What is sharded is sharded in the group, and averaged over twins; what is whole is averaged over everyone.
 
     Attributes:
         everyone: the ranks that train the model. They agree on its graphs, its options and its steps, average the
             gradients of what each of them has whole, and write one checkpoint.
         group: those of them between whom experts and dense rows are sharded. Routed tokens, counts and replicas
-            travel between these, and placements and owners are of these.
+            travel between these, and placements and owners are of these. Everyone, where there is one group.
+        twins: the ranks with this one's place in each group: they own the same experts and rows, equal to the last
+            bit, and average the gradients of these. This rank alone, where there is one group.
     """
 
     everyone: World
     group: World
+    twins: World
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of the group's ranks among everyone."""
+        return self.group.numbers or tuple(range(self.group.size))
+
+    @property
+    def groups(self) -> int:
+        return self.twins.size
+
+    @property
+    def in_first(self) -> bool:
+        """Tell whether this rank's group has rank 0: of what all groups have, its ranks speak."""
+        return self.twins.rank == 0
 
 
-def find_mesh(mesh: DeviceMesh | None, device: torch.device) -> Mesh:
-    """Return the ranks of ``mesh``, or all that torchrun started, or this process alone.
+def find_mesh(
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    expert_group: int | Literal["auto"] | None = None,
+    *,
+    experts: int = 1,
+) -> Mesh:
+    """Return the ranks of ``mesh``, or all that torchrun started, or this process alone, in groups.
 
-    Raises as :func:`find_world`.
+    Args:
+        mesh: of one dimension, or of two: along the second are the ranks of a group.
+        expert_group: ranks of a group; None for those of the mesh, or for all; "auto" for :func:`best_group`.
+        experts: how many the layer with the fewest has.
+
+    Raises:
+        ValueError: the mesh has more dimensions, or ranks do not make whole groups; or as :func:`find_world`.
     """
+    if mesh is not None and mesh.ndim == 2:
+        table: list[list[int]] = mesh.mesh.tolist()
+        if expert_group not in (None, "auto", len(table[0])):
+            raise ValueError(
+                f"hecate.compile: Config(expert_group={expert_group}) does not fit the mesh, whose second dimension "
+                f"has {len(table[0])} ranks. Leave one of the two out"
+            )
+        if len(table) > 1:
+            end_with_agent()
+            _be_current(device)
+            return _grouped(table, (mesh.get_group(1), mesh.get_group(0)), device)
+        # Its only row is a group.
+        return _flat(_world_of(mesh.get_group(1), device, chosen=True))
     everyone = find_world(mesh, device)
-    return Mesh(everyone=everyone, group=everyone)
+    if expert_group == "auto":
+        expert_group = best_group(everyone.size, experts)
+    if everyone.size == 1 or expert_group in (None, everyone.size):
+        return _flat(everyone)
+    if everyone.size % expert_group:
+        raise ValueError(
+            f"hecate.compile: Config(expert_group={expert_group}) does not divide the {everyone.size} ranks into "
+            "whole groups"
+        )
+    assert everyone.group is not None, "there are several ranks"
+    ranks = dist.get_process_group_ranks(everyone.group)
+    table = [ranks[start : start + expert_group] for start in range(0, len(ranks), expert_group)]
+    return _grouped(table, (everyone.group,), device, everyone)
+
+
+# Ranks of the largest group that is chosen by itself: with more, rows and plans take longer than a group saves.
+_LARGEST_GROUP = 64
+
+
+def best_group(ranks: int, experts: int) -> int:
+    """Return the ranks of the largest group that is worth it: whole nodes or part of one, an expert for each rank."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return max(
+        size
+        for size in range(1, min(ranks, _LARGEST_GROUP, max(1, experts)) + 1)
+        if ranks % size == 0 and (size % local == 0 or local % size == 0)
+    )
+
+
+def _flat(everyone: World) -> Mesh:
+    return Mesh(everyone=everyone, group=everyone, twins=_alone(everyone))
+
+
+def _alone(everyone: World) -> World:
+    """Return the world of this rank alone, as which it is a group of one or has no twins."""
+    own = (everyone.rank,)
+    return World(
+        rank=0, size=1, group=None, device=everyone.device, chosen=True, numbers=own, among=everyone, own_queue=False
+    )
+
+
+def _grouped(
+    table: list[list[int]], groups: tuple[dist.ProcessGroup, ...], device: torch.device, everyone: World | None = None
+) -> Mesh:
+    """Return a mesh with a group for each row of ranks in ``table``; ``groups`` connect them all. A collective."""
+    me, size = dist.get_rank(), len(table[0])
+    line = next(line for line, row in enumerate(table) if me in row)
+    place = table[line].index(me)
+    if everyone is None:
+        ranks = [rank for row in table for rank in row]
+        everyone = _world_among(ranks, groups, device, chosen=True)
+    numbers = tuple(range(line * size, (line + 1) * size)), tuple(range(place, len(table) * size, size))
+    rows = [table[line], [row[place] for row in table]]
+    if size == 1:
+        return Mesh(everyone=everyone, group=_alone(everyone), twins=everyone)
+    # A group must not wait for another one in the middle of its backward, so what twins send has another queue.
+    group = _world_among(rows[0], groups, device, numbers=numbers[0], among=everyone)
+    twins = _world_among(rows[1], groups, device, numbers=numbers[1], among=everyone, own_queue=False)
+    return Mesh(everyone=everyone, group=group, twins=twins)
 
 
 def find_world(mesh: DeviceMesh | None, device: torch.device) -> World:
     """Return the world of ``mesh``, or of all ranks that torchrun started, or of this process alone.
 
-    Starts ``torch.distributed`` in torchrun's environment. Raises ValueError if the mesh has more than one dimension,
-    or models are on devices of several kinds.
+    Starts ``torch.distributed`` in torchrun's environment. Raises ValueError if the mesh has more than one dimension
+    (:func:`find_mesh` takes two), or models are on devices of several kinds.
     """
     end_with_agent()
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f"hecate.compile: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}, one is needed. "
-            "Pass the sub-mesh that the batch is split over, for example mesh['dp']."
+            f"hecate.compile: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}, expected one, or two: groups, "
+            "and the ranks of a group, between which experts are sharded. Pass the sub-mesh that the batch is split "
+            "over, for example mesh['dp'] or mesh['replicate', 'expert']."
         )
     started = dist.is_available() and dist.is_initialized()
     torchrun = dist.is_available() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if mesh is None and not started and not torchrun:
         return World(rank=0, size=1, group=None, device=device)
-    if device.type != "cpu" and device.index is not None:
-        # torch and NCCL take the current device in places; without this, ranks would meet on the first GPU.
-        torch.accelerator.set_device_index(device)
+    _be_current(device)
     if mesh is None and not started:
         start_process_group(name_of(device), backend_for)
     if mesh is not None:
         return _world_of(mesh.get_group(), device, chosen=True)
     return _world_of(dist.group.WORLD, device, chosen=False)
+
+
+def _be_current(device: torch.device) -> None:
+    if device.type != "cpu" and device.index is not None:
+        # torch and NCCL take the current device in places; without this, ranks would meet on the first GPU.
+        torch.accelerator.set_device_index(device)
 
 
 def local_device() -> torch.device:
@@ -185,30 +305,70 @@ def backend_for(names: Sequence[str]) -> str | None:
 
 def _world_of(group: dist.ProcessGroup | None, device: torch.device, *, chosen: bool) -> World:
     size = dist.get_world_size(group)
-    if size > 1 and device.type == "cpu" and "cpu" not in backends_of(group):
+    if size > 1:
+        _check_backend(group, device)
+    own = _own_group(group, device=device) if group is not None and size > 1 else None
+    return World(rank=dist.get_rank(group), size=size, group=own, device=device, chosen=chosen)
+
+
+def _world_among(
+    ranks: Sequence[int],
+    groups: tuple[dist.ProcessGroup, ...],
+    device: torch.device,
+    *,
+    chosen: bool = False,
+    numbers: tuple[int, ...] | None = None,
+    among: World | None = None,
+    own_queue: bool = True,
+) -> World:
+    """Return the world of ``ranks`` in the default group, which ``groups`` connect. A collective of theirs."""
+    _check_backend(groups[0], device)
+    return World(
+        rank=list(ranks).index(dist.get_rank()),
+        size=len(ranks),
+        group=_own_group(*groups, device=device, ranks=ranks),
+        device=device,
+        chosen=chosen,
+        numbers=numbers,
+        among=among,
+        own_queue=own_queue,
+    )
+
+
+def _check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    if device.type == "cpu" and "cpu" not in backends_of(group):
         raise ValueError(
             "hecate.compile: the process group is NCCL but the model is on the CPU. "
             "Move the model to this rank's GPU first, or start torch.distributed with gloo, "
             'init_process_group("gloo"): without a backend it takes NCCL alone where there is a GPU.'
         )
-    own = _own_group(group, device) if group is not None and size > 1 else None
-    return World(rank=dist.get_rank(group), size=size, group=own, device=device, chosen=chosen)
 
 
-# Hecate's own groups, by the name of the group beside which each stands. Models share one: their collectives are in
-# one order on all ranks.
-_own: dict[str, dist.ProcessGroup] = {}
+# Hecate's own groups, by the name of the group beside which each stands, and ranks in it. Models share one: their
+# collectives are in one order on all ranks.
+_own: dict[tuple[str, tuple[int, ...] | None], dist.ProcessGroup] = {}
 
 
-def _own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a group of the same ranks, backend and timeout. A collective when it is first asked for."""
-    own = _own.get(group.group_name)
+def _own_group(
+    *beside: dist.ProcessGroup, device: torch.device, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """Return a group of the ranks of the one ``beside``, or of these ``ranks``, with its backend and timeout.
+
+    A collective of all beside when it is first asked for.
+    """
+    first = beside[0]
+    key = first.group_name, tuple(ranks) if ranks is not None else None
+    own = _own.get(key)
     # A group from before ``destroy_process_group`` is gone.
     if own is None or own not in groups():
-        timeout = timeout_on(group, next(iter(backends_of(group))))
-        backend = dist.get_backend_config(group)
-        own = new_group_beside(group, backend=backend, timeout=timeout, what="hecate", device=device)
-        _own[group.group_name] = own
+        own = _own[key] = new_group_beside(
+            *beside,
+            backend=dist.get_backend_config(first),
+            timeout=timeout_on(first, next(iter(backends_of(first)))),
+            what="hecate",
+            ranks=ranks,
+            device=device,
+        )
     return own
 
 

@@ -10,8 +10,8 @@ A parameter is read through :func:`replicate`, an identity whose backward is an 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,24 +30,35 @@ _ALIGNMENT = 16
 
 
 @dataclass
+class Switches:
+    """Settings of one model that change while it trains."""
+
+    enabled: bool = True  # off between the micro-batches of an accumulation
+    owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
+    layers_in_python: bool = False  # layers that no graph can have use parameters, those that their data want
+
+
+@dataclass
 class GradientSync:
-    """Settings that all dense parameters of one model share, replicated or sharded."""
+    """How gradients are averaged over ``world``, with settings that all syncs of one model share."""
 
     world: World
     dtype: torch.dtype | None = None  # in which gradients travel; None for that of :meth:`travels_as`
-    enabled: bool = True  # off between the micro-batches of an accumulation
-    owed: bool = False  # some were left unaveraged in ``param.grad``; the next all-reduce takes them along
     hooked: bool = False  # users' hooks are given gradients on some rank, so what is owed is averaged beside them
     in_graph: bool = True  # averaged where graphs make them; if not, all together when the backward ends
     # Alone in graphs, if it is there; Python around it uses parameters, and not the same ones on every rank.
     text_model: weakref.ref[nn.Module] | None = None
-    layers_in_python: bool = False  # layers that no graph can have use parameters, those that their data want
     topology: Topology | None = None  # which ranks share a node; None for all
+    switches: Switches = field(default_factory=Switches)
+
+    def among(self, world: World, topology: Topology | None = None) -> GradientSync:
+        """Return the same for other ranks of the model."""
+        return self if world is self.world else replace(self, world=world, topology=topology)
 
     @property
     def in_python(self) -> bool:
         """True if parameters are used around the graphs, too."""
-        return self.text_model is not None or self.layers_in_python
+        return self.text_model is not None or self.switches.layers_in_python
 
     def travels_as(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``own`` are all-reduced, which rounds their sum after each rank."""
@@ -69,13 +80,17 @@ class GradientSync:
 
 @dataclass(eq=False)
 class ReplicatedParameter:
-    """The record of a parameter that every rank has whole."""
+    """The record of a parameter that every rank of ``sync`` has, whole or as the same shard."""
 
     id: int  # the number in the graph
     owner: weakref.ref[nn.Module]  # the module; weak, because a record must not keep a model alive
     key: str
     sync: GradientSync
     name: str = ""  # qualified parameter name in the model; of a tied parameter, the first
+    # What it is averaged together with: that of a layer's experts. None for whatever is ready at the same time.
+    layer: int | None = None
+    # The parameters that have its gradient afterwards, if it is dealt out to others.
+    holders: Callable[[], Sequence[Tensor]] | None = None
     averaged: bool = False  # the gradient that arrives next has been through :func:`_average_gradients`
 
     @property
@@ -101,9 +116,19 @@ class ReplicatedParameter:
 REPLICATED: Registry[ReplicatedParameter] = Registry("replicated parameter")
 
 
-def add_replicated(owner: nn.Module, key: str, sync: GradientSync, *, name: str = "") -> ReplicatedParameter:
+def add_replicated(
+    owner: nn.Module,
+    key: str,
+    sync: GradientSync,
+    *,
+    name: str = "",
+    layer: int | None = None,
+    holders: Callable[[], Sequence[Tensor]] | None = None,
+) -> ReplicatedParameter:
     """Register the parameter ``owner._parameters[key]``; the record's number goes into the graph."""
-    return REPLICATED.add(lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync, name or key))
+    return REPLICATED.add(
+        lambda id: ReplicatedParameter(id, weakref.ref(owner), key, sync, name or key, layer, holders)
+    )
 
 
 def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
@@ -112,18 +137,20 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
     sync = records[0].sync
     for record in records:
         record.averaged = True
-    if not sync.enabled:
+    if not sync.switches.enabled:
         local = [grad.clone() for grad in grads]
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
     dtype = sync.travels_as(own_dtype)
-    if sync.owed and sync.hooked:
-        for record in records:
+    # What was dealt out is averaged when the backward ends.
+    owing = [record for record in records if sync.switches.owed and record.holders is None]
+    if sync.hooked:
+        for record in owing:
             # Buckets must be of one length on all ranks, and another rank may have some.
             if record.parameter.grad is None:
                 record.parameter.grad = torch.zeros_like(record.parameter)
     # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
-    owed = [record.parameter.grad if sync.owed else None for record in records]
+    owed = [record.parameter.grad if record in owing else None for record in records]
     # Hooks were given these micro-batch by micro-batch, and must not be given them again.
     beside = [gradient for gradient in owed if gradient is not None] if sync.hooked else []
     buffer, parts = _room_for([*grads, *beside], dtype)

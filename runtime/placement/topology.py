@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +33,15 @@ class Topology:
     def even(cls, world_size: int, ranks_per_node: int) -> Topology:
         """Return nodes of ``ranks_per_node`` consecutive ranks; the last may have fewer."""
         return cls(tuple(rank // ranks_per_node for rank in range(world_size)))
+
+    def among(self, ranks: Sequence[int]) -> Topology:
+        """Return which of ``ranks``, which are counted anew, share a node.
+
+        >>> Topology((0, 0, 1, 1)).among([2, 3])
+        Topology(node_of=(0, 0))
+        """
+        numbers = {node: number for number, node in enumerate(sorted({self.node_of[rank] for rank in ranks}))}
+        return Topology(tuple(numbers[self.node_of[rank]] for rank in ranks))
 
     @property
     def world_size(self) -> int:

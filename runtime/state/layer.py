@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hecate.private import in_backward
+from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
@@ -65,6 +66,18 @@ class Layer:
         """Rows that each rank routed to each expert in the last step, ``[W, E]``, where :attr:`counted` is."""
         ends = self.counted
         return ends if ends is None or ends.dim() == 2 else torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0)
+
+    def without_rows(self) -> set[int]:
+        """Return the experts for which no rank of any group had a row in the last step; a collective of groups."""
+        counts, world = self.counts, self.world
+        assert counts is not None, "rows were counted"
+        rows = counts.sum(0)
+        if world.everyone is not world:
+            rows = rows.to(world.everyone.control_device)
+            # What graphs have started must not mix with this.
+            world.everyone.queue.drain()
+            collectives.all_reduce(rows, world.everyone)
+        return {*(rows == 0).nonzero().flatten().tolist()}
 
     @property
     def sizes(self) -> LayerSizes:

@@ -57,15 +57,15 @@ def dense_seconds(tokens: int, dense_parameters: int, layers: int, flops: float)
 def measure_hidden(spans: Iterable[Span], world: World) -> float:
     """Return the seconds between two MoE layers in the steps of ``spans``, both directions together. A collective.
 
-    It is the median over the layers of a rank, and the least of all ranks; infinite if no rank has two layers in a
-    row in both directions.
+    It is the median over the layers of a rank, and the least of all ranks of all groups; infinite if no rank has two
+    layers in a row in both directions.
     """
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}
     for part, gap in _gaps(list(spans)):
         seconds[part].append(gap)
     mine = sum(median(gaps) if gaps else math.inf for gaps in seconds.values())
-    least = torch.tensor(mine, dtype=torch.float64, device=world.control_device)
-    collectives.all_reduce(least, world, dist.ReduceOp.MIN)
+    least = torch.tensor(mine, dtype=torch.float64, device=world.everyone.control_device)
+    collectives.all_reduce(least, world.everyone, dist.ReduceOp.MIN)
     return float(least)
 
 
@@ -119,7 +119,7 @@ class HiddenTime:
         self._steps += 1
         if not _FIRST <= self._steps <= _LAST:
             return
-        queue = self.world.queue
+        queue = self.world.everyone.queue
         # Collectives under way must not mix with the measurement's own.
         queue.drain()
         hidden = measure_hidden(queue.spans, self.world)

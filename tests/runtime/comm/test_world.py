@@ -115,7 +115,7 @@ def test_a_group_beside_one_of_nccl_alone_begins_on_the_models_gpu(monkeypatch: 
     monkeypatch.setattr(dist, "new_group", lambda *ranks, **options: Group())
     monkeypatch.setattr(dist, "broadcast", lambda tensor, **options: None)
     monkeypatch.setattr(torch, "tensor", take_note)
-    world_module._own_group(group, torch.device("cuda", 1))
+    world_module._own_group(group, device=torch.device("cuda", 1))
     assert made == [torch.device("cuda", 1)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -104,7 +106,8 @@ def test_gradients_of_two_bytes_are_added_up_in_float32(
 @pytest.mark.parametrize("chosen", [None, torch.bfloat16])
 def test_the_bytes_that_travel_are_predicted(chosen: torch.dtype | None) -> None:
     """One number of two bytes is four bytes to send, or two, and as many in the buffer beside the mean."""
-    record = add_replicated(nn.Linear(4, 2, bias=False), "weight", GradientSync(SINGLE, dtype=chosen))
+    two = replace(SINGLE, size=2)
+    record = add_replicated(nn.Linear(4, 2, bias=False), "weight", GradientSync(two, dtype=chosen))
     ops, grad, context = torch.ops.hecate, torch.zeros(2, 4, dtype=torch.bfloat16), PassContext(world_size=2)
     gm = make_fx(lambda grad: ops.average_gradients([grad], [record.id]), tracing_mode="fake")(grad)
     split_collectives(gm, context)
@@ -138,7 +141,7 @@ def test_accumulation_averages_what_was_left_local(set_to_none: bool, world: Wor
     for _ in range(2):
         model.zero_grad(set_to_none)
         for micro, enabled in enumerate((False, False, True)):
-            sync.enabled, sync.owed = enabled, True
+            sync.switches.enabled, sync.switches.owed = enabled, True
             (replicate(model.a, record.id) * _gradient(world.rank, 3) * (micro + 1)).sum().backward()
             if not enabled:
                 local = _gradient(world.rank, 3) * sum(range(1, micro + 2))
@@ -152,6 +155,6 @@ def test_accumulation_follows_a_replaced_parameter(world: World) -> None:
     record = add_replicated(model, "a", sync)
     model.load_state_dict({"a": torch.ones(3), "b": torch.ones(2, 2)}, assign=True)
     for enabled in (False, True):
-        sync.enabled, sync.owed = enabled, True
+        sync.switches.enabled, sync.switches.owed = enabled, True
         (replicate(model.a, record.id) * _gradient(world.rank, 3)).sum().backward()
     assert torch.equal(model.a.grad, _gradient(1, 3) * 2)

@@ -1,0 +1,374 @@
+"""Groups of ranks: experts are sharded inside each, and averaged over them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hecate
+from hecate.compiled_model import compiled_model_of
+from hecate.reports.run_data import load_run
+from hecate.runtime.placement.topology import Topology
+from hecate.wrap.shard import shard_of
+from tests.support.adversaries import Anything
+from tests.support.models import batch, build
+from tests.support.parity import (
+    clear_gradients,
+    compare,
+    compiled_on_free_links,
+    run_step,
+    state_error,
+    step_and_compare,
+)
+from tests.support.ranks import message_of, run_ranks
+
+_HERE = "tests.hecate_compile.test_groups"
+EXACT = 1e-5
+
+
+def _differ_by_rank(model: nn.Module) -> nn.Module:
+    """Other weights on every rank but the first, whose weights win."""
+    if int(os.environ["RANK"]):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    return model
+
+
+# --- against one process: four ranks in one launch ---
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicas": ("qwen3_moe", {"replicas": 2}),
+    "sharded dense": ("qwen3_moe", {"replicas": 2, "dense": "shard"}),
+    "static": ("qwen3_moe", {"policy": "static"}),
+    "gather": ("qwen3_moe", {"policy": "gather", "dense": "shard"}),
+    "any placement, and owners move": ("qwen3_moe", {"policy": "anything", "dense": "shard"}),
+    "a list, and owners move": ("plain", {"policy": "anything"}),
+    "groups of one": ("qwen3_moe", {"expert_group": 1, "dense": "shard"}),
+    "two nodes": ("qwen3_moe", {"replicas": 2, "topology": Topology((0, 0, 1, 1))}),
+    "a node in two groups": ("qwen3_moe", {"replicas": 2, "topology": Topology((0, 0, 0, 0))}),
+}
+
+
+def trained(name: str) -> dict[str, Any]:
+    """Three steps of a model in groups against one process: loss and gradients, and the parameters afterwards."""
+    family, options = CASES[name]
+    if options.get("policy") == "anything":
+        # Groups have other placements, and would have other owners.
+        policy = Anything(reshard_every=1)
+        policy._random.seed(int(os.environ["RANK"]) // 2)
+        options = options | {"policy": policy}
+    reference, model = build(family), _differ_by_rank(build(family))
+    compiled_on_free_links(model, **({"expert_group": 2} | options))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
+    found = []
+    for step in range(4):
+        difference = step_and_compare(model, reference, batch(step))
+        found.append(max(difference.loss, difference.gradient))
+        ours.step()
+        theirs.step()
+    state = compiled_model_of(model, "test")
+    mesh = state.mesh
+    return {
+        "errors": found,
+        "state": state_error(model.state_dict(), reference.state_dict()),
+        "graphs": len(hecate.explain(model).graphs),
+        "sizes": [mesh.everyone.size, mesh.group.size, mesh.twins.size],
+        "nodes": state.placer.topology.num_nodes,
+        "moves": len(state.owner_mover.moves),
+        "head": str(hecate.explain(model)).splitlines()[0],
+    }
+
+
+def all_trained() -> dict[str, dict[str, Any]]:
+    return {name: trained(name) for name in CASES}
+
+
+@cache
+def _all_trained() -> dict[str, dict[str, Any]]:
+    return run_ranks(f"{_HERE}:all_trained", 4, timeout=600)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_train_as_one_process_does(name: str) -> None:
+    found = _all_trained()[name]
+    assert max(found["errors"]) < EXACT and found["state"] < EXACT, found
+    assert found["graphs"] == 1
+    size = CASES[name][1].get("expert_group", 2)
+    assert found["sizes"] == [4, size, 4 // size]
+    assert f"rank 0 of 4: {4 // size} groups of {size}" in found["head"]
+    assert found["nodes"] == 1
+    assert found["moves"] == (3 if "owners move" in name else 0)
+
+
+# --- what programs do besides, in another launch ---
+
+
+def accumulated() -> dict[str, float]:
+    """Two micro-batches, of which the first is not averaged; dense parameters whole and sharded, experts in lists."""
+    errors = {}
+    for family, dense in (("qwen3_moe", "replicate"), ("qwen3_moe", "shard"), ("plain", "replicate")):
+        reference, model = build(family), build(family)
+        compiled_on_free_links(model, expert_group=2, replicas=2, dense=dense)
+        for turn in range(2):
+            clear_gradients(model, reference)
+            with model.no_sync():
+                first = run_step(model, batch(2 * turn))
+            run_step(model, batch(2 * turn + 1))
+            for step in (2 * turn, 2 * turn + 1):
+                ids = batch(step)
+                loss = reference(input_ids=ids, labels=ids)["loss"]
+                loss.backward()
+                if step % 2 == 0:
+                    expected = loss.detach()
+            errors[f"{family} {dense} {turn}"] = compare(model, first, reference, expected).gradient
+    return errors
+
+
+def clipped() -> list[float]:
+    """The norm before clipping, of one process and by both functions, and whether all ranks have equal bits."""
+    reference, model = build("qwen3_moe"), build("qwen3_moe")
+    compiled_on_free_links(model, expert_group=2, replicas=2)
+    step_and_compare(model, reference, batch(0))
+    expected = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = hecate.clip_grad_norm_(model, 0.1)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, [float(total), float(norm)])
+    return [expected, *told[0], float(all(one == told[0] for one in told))]
+
+
+def used_again() -> float:
+    """A head used outside of the forward, and experts' parameters in a penalty of the loop's own."""
+    reference, model = build("qwen3_moe"), build("qwen3_moe")
+    compiled_on_free_links(model, expert_group=2, policy="static")
+    worst = 0.0
+    for step in range(2):
+        clear_gradients(model, reference)
+        ids, rank = batch(step), dist.get_rank()
+        mine = ids.chunk(4)[rank]
+        loss = model(input_ids=mine, labels=mine)["loss"]
+        # The mean over ranks of what each adds for its own experts is half of them, in each of two groups.
+        own = sum((2 * p**2).sum() for name, p in model.named_parameters() if "experts" in name)
+        (loss + own).backward()
+        expected = reference(input_ids=ids, labels=ids)["loss"]
+        whole = sum((2 * p**2).sum() for name, p in reference.named_parameters() if "experts" in name)
+        (expected + whole).backward()
+        worst = max(worst, compare(model, loss.detach(), reference, expected.detach()).gradient)
+    return worst
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """Counts of all ranks in stats and in a trace, and the loads of all groups in a monitor's files."""
+    model = build("qwen3_moe")
+    compiled_on_free_links(model, expert_group=2, replicas=2)
+    with hecate.record(model, folder / "trace.npz"), hecate.monitor(model, folder / "run") as monitor:
+        for step in range(3):
+            run_step(model, batch(step))
+            monitor.log(loss=step)
+    stats = hecate.stats(model)
+    rows = batch(0).numel() * 2
+    return {
+        "ranks": [len(layer.rows) for layer in stats.layers],
+        "rows": [[sum(layer.rows), sum(layer.expert_rows), rows] for layer in stats.layers],
+        "replicas": [layer.replicas for layer in stats.layers],
+    }
+
+
+def given_a_mesh() -> dict[str, Any]:
+    """Meshes of two dimensions, of one, and wrong ones."""
+    reference = build("qwen3_moe", layers=1)
+    model = hecate.compile(
+        build("qwen3_moe", layers=1),
+        hecate.Config(backend="aot_eager"),
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert")),
+    )
+    found: dict[str, Any] = {"error": step_and_compare(model, reference, batch(0)).gradient}
+    mesh = compiled_model_of(model, "test").mesh
+    found["mine"] = [list(mesh.ranks), list(mesh.twins.numbers or ())]
+    one_row = hecate.compile(
+        build("qwen3_moe", layers=1), hecate.Config(backend="aot_eager"), mesh=init_device_mesh("cpu", (1, 4))
+    )
+    found["one row"] = compiled_model_of(one_row, "test").mesh.groups
+    wrong = (
+        ({"expert_group": 3}, None),
+        ({"expert_group": 4}, init_device_mesh("cpu", (2, 2))),
+        ({}, init_device_mesh("cpu", (2, 2, 1))),
+        ({"expert_group": 2, "topology": Topology((0, 0, 0, 1))}, None),
+    )
+    found["refused"] = [
+        message_of(
+            lambda options=options, mesh=mesh: hecate.compile(
+                build("qwen3_moe", layers=1), hecate.Config(**options), mesh=mesh
+            )
+        )
+        for options, mesh in wrong
+    ]
+    auto = hecate.compile(build("qwen3_moe", layers=1), hecate.Config(backend="aot_eager", expert_group="auto"))
+    found["auto"] = compiled_model_of(auto, "test").mesh.groups
+    return found
+
+
+def programs(folder: str) -> dict[str, Any]:
+    return {
+        "accumulated": accumulated(),
+        "clipped": clipped(),
+        "used again": used_again(),
+        "told": told(Path(folder)),
+        "mesh": given_a_mesh(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("groups")
+    return run_ranks(f"{_HERE}:programs", 4, timeout=600, folder=str(folder)), folder
+
+
+def test_accumulated_gradients_of_shards_are_averaged_over_groups(ran: Any) -> None:
+    assert max(ran[0][0]["accumulated"].values()) < EXACT, ran[0][0]["accumulated"]
+
+
+def test_the_norm_is_that_of_one_process_on_all_ranks(ran: Any) -> None:
+    expected, total, norm, alike = ran[0][0]["clipped"]
+    assert total == norm == pytest.approx(expected, rel=1e-5) and alike
+
+
+def test_gradients_of_shards_from_outside_of_the_forward_are_averaged_over_groups(ran: Any) -> None:
+    assert ran[0][0]["used again"] < EXACT
+
+
+def test_reports_know_the_ranks_of_all_groups(ran: Any) -> None:
+    found, folder = ran[0][0]["told"], ran[1]
+    assert found["ranks"] == [4, 4]
+    assert all(computed == routed == rows for computed, routed, rows in found["rows"])
+    trace = np.load(folder / "trace.npz")
+    assert trace["counts"].shape[:3] == (3, 2, 4) and (trace["counts"].sum((2, 3)) == found["rows"][0][2]).all()
+    run = load_run(folder / "run")
+    assert run.head.groups == 2 and run.load.sum(2).tolist() == [[found["rows"][0][2]] * 2] * 3
+    assert (run.owner_rows.sum(2) == run.rows.sum(2)).all() and run.owner_rows.shape[2] == 4
+    assert run.replicas[-1].tolist() == found["replicas"]
+
+
+def test_a_mesh_of_two_dimensions_makes_groups_of_its_rows(ran: Any) -> None:
+    found = [one["mesh"] for one in ran[0]]
+    assert found[0]["error"] < EXACT
+    assert [one["mine"] for one in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert found[0]["one row"] == found[0]["auto"] == 1
+    uneven, other, many, nodes = found[0]["refused"]
+    assert "expert_group=3) does not divide the 4 ranks" in uneven
+    assert "does not fit the mesh, whose second dimension has 2 ranks" in other
+    assert "expected one, or two" in many
+    assert nodes.startswith("DisagreementError") and "groups must lie in nodes alike" in nodes
+
+
+# --- twins stay equal, through checkpoints between all kinds of groups ---
+
+
+def _differing(model: nn.Module) -> int:
+    """Tensors whose bits differ between ranks that should have the same, gradients and all."""
+    mesh, differing = compiled_model_of(model, "test").mesh, 0
+    for parameter in model.parameters():
+        world = mesh.everyone if shard_of(parameter) is None else mesh.twins
+        mine = parameter.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64)
+        sums: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sums, (int(mine), parameter.shape))
+        alike = {sums[rank] for rank in world.numbers or range(world.size)}
+        differing += len(alike) != 1
+    return differing
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Numbers of the whole model that no two models share."""
+    with torch.no_grad():
+        return [float((p.double() ** 2).sum()) for p in model.state_dict().values()]
+
+
+def stage(directory: str, group: int | None, steps: int, first: bool) -> dict[str, Any]:
+    """Load what the last stage saved, train on, with owners that move, and save."""
+    model = build("qwen3_moe")
+    policy = Anything(reshard_every=10)
+    policy._random.seed(int(os.environ.get("RANK", 0)) // (group or 8))
+    compiled_on_free_links(model, expert_group=group, policy=policy, dense="shard")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    at = 0 if first else hecate.load(directory, model, optimizer).step
+    loaded = _digest(model, optimizer)
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    for _ in range(steps):
+        # Every rank has data of its own.
+        ids = torch.randint(0, 96, (2, 16))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids)["loss"].backward()
+        hecate.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    hecate.save(directory, model, optimizer, step=at + steps)
+    return {
+        "loaded": loaded,
+        "saved": _digest(model, optimizer),
+        "moves": len(compiled_model_of(model, "test").owner_mover.moves),
+        "differing": _differing(model) if dist.is_initialized() else 0,
+    }
+
+
+def test_twins_are_equal_to_the_bit_and_checkpoints_go_between_all_groups(tmp_path: Path) -> None:
+    stages = [(4, 2, 31), (4, None, 2), (2, 1, 2), (1, None, 2), (4, 2, 2)]
+    found = [
+        run_ranks(
+            f"{_HERE}:stage", ranks, timeout=300, directory=str(tmp_path), group=group, steps=steps, first=not number
+        )[0]
+        for number, (ranks, group, steps) in enumerate(stages)
+    ]
+    assert found[0]["moves"] == 3 and not any(one["differing"] for one in found)
+    for before, after in zip(found, found[1:], strict=False):
+        assert after["loaded"] == before["saved"]
+
+
+def went_on(directory: str) -> dict[str, Any]:
+    """Six steps without a stop, and three of them after a load, with the default policy."""
+
+    def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build("qwen3_moe")
+        compiled_on_free_links(model, expert_group=2, reshard_every=2)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            clear_gradients(model)
+            run_step(model, batch(step))
+            optimizer.step()
+
+    model, optimizer = compiled()
+    train(model, optimizer, range(3))
+    hecate.save(directory, model, optimizer, step=3)
+    train(model, optimizer, range(3, 6))
+    again, other = compiled()
+    hecate.load(directory, again, other)
+    train(again, other, range(3, 6))
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    plans = [
+        [str(layer.placer.plan.current) for layer in compiled_model_of(one, "test").layers] for one in (model, again)
+    ]
+    with torch.no_grad():
+        if dist.get_rank() == 3:
+            next(p for name, p in model.named_parameters() if "experts" in name).add_(1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        hecate.save(directory, model, optimizer, step=6)
+    return {"same": same, "plans": plans[0] == plans[1], "warned": [str(w.message) for w in warned]}
+
+
+def test_a_run_goes_on_bit_for_bit_and_a_save_names_shards_that_have_drifted(tmp_path: Path) -> None:
+    found = run_ranks(f"{_HERE}:went_on", 4, timeout=300, directory=str(tmp_path))
+    assert all(one["same"] and one["plans"] for one in found)
+    (told,) = (text for text in found[1]["warned"] if "hecate.save" in text)
+    assert "mlp.experts" in told and "of rank 3 is off rank 1's" in told
