@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, fx, nn
 # Names that Dynamo and AOTAutograd offer to backends.
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_entries
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo import convert_frame, pgo, symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.decorators import mark_unbacked
@@ -101,18 +103,27 @@ DYNAMO_NOTES = "_dynamo_"
 ASSERTION = "_detect_and_normalize_assert_statement"
 
 
-@contextmanager
-def written_out_numbers(names: set[str]) -> Iterator[None]:
-    """Let Dynamo write out the floats with these ``names`` in graphs, and note there which others it had to.
+@dataclass
+class LearnedByDynamo:
+    """What Dynamo remembers of code that it has compiled, by which it compiles it otherwise the next time.
 
-    Otherwise it keeps one such set for all that a process compiles, until something makes it begin again.
+    It keeps one of each for all that a process compiles: of floats until something makes it begin again, of sizes for
+    ever.
     """
-    state = symbolic_convert.TensorifyState
-    others, state.force_specializations = state.force_specializations, names
-    try:
-        yield
-    finally:
-        state.force_specializations = others
+
+    written_out: set[str] = field(default_factory=set)  # floats that must be written out in graphs
+    sizes: Any = field(default_factory=lambda: defaultdict(pgo.CodeState))  # those that have changed, by code
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let Dynamo use this, and add to it, instead of what it keeps."""
+        state = symbolic_convert.TensorifyState
+        floats, state.force_specializations = state.force_specializations, self.written_out
+        sizes, pgo._CODE_STATE = pgo._CODE_STATE, self.sizes
+        try:
+            yield
+        finally:
+            state.force_specializations, pgo._CODE_STATE = floats, sizes
 
 
 def symbols_of_trace() -> Any:

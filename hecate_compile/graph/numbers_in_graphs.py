@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from hecate.private import dynamo_config, parameters_of, written_out_numbers
+from hecate.private import LearnedByDynamo, dynamo_config, parameters_of
 from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import STACK
 from hecate.wrap.shard import shard_of
@@ -30,23 +30,25 @@ class WithoutNumbersIfNeeded:
     Code of experts is not taken apart: it would be compiled for all numbers of rows.
     """
 
-    def __init__(self, convert: Callable[..., Any], model: nn.Module) -> None:
+    def __init__(
+        self, convert: Callable[..., Any], model: nn.Module, learned: LearnedByDynamo, *, fullgraph: bool
+    ) -> None:
         functools.update_wrapper(self, convert)
         # By that name Dynamo finds the backend of a graph.
         self._torchdynamo_orig_backend = convert
         # Weak: the model holds this.
         self._model = weakref.ref(model)
-        self._written_out = set[str]()
+        self._learned, self._fullgraph = learned, fullgraph
 
     def __call__(self, *given: Any) -> Any:
         # Whatever else a rank compiles, its graphs of this model are those of the other ranks.
-        with written_out_numbers(self._written_out):
+        with self._learned.in_use():
             try:
                 return self._torchdynamo_orig_backend(*given)
             except Exception as error:
                 reason = _number_in_the_way(error)
                 captured = dynamo_config.capture_scalar_outputs
-                if not captured or reason is None or self._is_of_experts(reason):
+                if self._fullgraph or not captured or reason is None or self._is_of_experts(reason):
                     raise
             with dynamo_config.patch(_LEFT):
                 return self._torchdynamo_orig_backend(*given)

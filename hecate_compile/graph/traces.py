@@ -22,6 +22,7 @@ from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
 from hecate.private import (
     LIMIT_WARNING,
     DeletedGuardManagerWrapper,
+    LearnedByDynamo,
     call_with_hooks,
     compiled_entries,
     convert_frame,
@@ -76,10 +77,13 @@ class Traces:
         *,
         fullgraph: bool,
         text_model: nn.Module | None = None,
+        learned: LearnedByDynamo | None = None,
     ) -> None:
         # Weak: the model holds this.
         self._model, self._backend, self._fullgraph = weakref.ref(model), backend, fullgraph
         self._text_model = weakref.ref(text_model) if text_model is not None else None
+        # A model's own: whatever else a rank compiles, its graphs are those of the other ranks.
+        self._learned = learned if learned is not None else LearnedByDynamo()
         self.communicates = backend.communicates and backend.world.group is not None
         self._changes, self._parts = changes, dict[nn.Module, Traces]()
         self._hooks, self._settled, self._again, self._compared = ModuleHooks(changes), False, False, 0
@@ -100,7 +104,7 @@ class Traces:
         if part not in self._parts:
             inside = self._text_model() if self._text_model is not None else None
             text_model = inside if inside is not part and inside in {*part.modules()} else None
-            options: Any = dict(fullgraph=self._fullgraph, text_model=text_model)
+            options: Any = dict(fullgraph=self._fullgraph, text_model=text_model, learned=self._learned)
             self._parts[part] = Traces(part, self._backend, self._changes, **options)
         return self._parts[part]
 
@@ -208,8 +212,7 @@ class Traces:
         own: dict[str, Any] = {"isolate_recompiles": True} if _OWN_COUNT else {}
         # torch.compile does the same, but does not show the callback that Dynamo calls for each frame.
         dynamo: Any = optimize(backend=entry, nopython=self._fullgraph, **own)
-        if not self._fullgraph:
-            dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model)
+        dynamo.callback = WithoutNumbersIfNeeded(dynamo.callback, model, self._learned, fullgraph=self._fullgraph)
         text_model = self._text_model() if self._text_model is not None else None
         if text_model is None:
             trace = _Trace(dynamo(call_with_hooks(model)))

@@ -6,6 +6,7 @@ step its state moves to where its experts went, also if it was saved under other
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import weakref
@@ -48,6 +49,20 @@ def watch_optimizers() -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]  # That is what is done here.
+
+
+_own_add_param_group = Optimizer.add_param_group
+
+
+@functools.wraps(_own_add_param_group)
+def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    _own_add_param_group(self, param_group)
+    # Adagrad and its kin have state from the start, and owners may change before their first step.
+    group = self.param_groups[-1]
+    world = _world_of(group)
+    if world is not None and _NOTE not in group:
+        group[_NOTE] = _as_text(world, _layers_in(group))
 
 
 def state_that_cannot_move(layers: Collection[int]) -> list[str]:

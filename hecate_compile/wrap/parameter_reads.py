@@ -40,7 +40,7 @@ from hecate.wrap.whole_runs import any_entered, read_whole
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
 _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
-# The package that looks parameters up for their names, not to compute with them.
+# The package that looks parameters up for their names, not to compute with them; so does ``print(model)``.
 CHECKPOINTING = "torch.distributed.checkpoint"
 
 # The way out that every model has, for messages.
@@ -239,7 +239,7 @@ def _shard_reader(record: ExpertShard, step: CurrentStep, id: int | None) -> Cal
         if alone:
             shard = shard if expert is None else shard[expert]
             return shard.to(dtype) if dtype is not None and (step.running or in_backward()) else shard
-        if called_by(CHECKPOINTING):
+        if called_by(CHECKPOINTING) or sys._getframe(2).f_code.co_name == "extra_repr":
             # An expert that another rank owns has no rows here.
             owned = get_layer(layer_id).owners.owned_by(get_layer(layer_id).world.rank)
             return shard if expert is None else shard[owned.index(expert)] if expert in owned else shard[:0]

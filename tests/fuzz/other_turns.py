@@ -70,6 +70,9 @@ class OtherTurns(TrainingTurns):
         base = self.model.get_base_model() if self.dress.adapters is not None else self.model
         if not hasattr(base, "generate") or self.drawn.attention is not None:
             return
+        if base is not self.model and self.drawn.options["policy"] == "replicate":
+            # PEFT generates with the model inside, which is not compiled, and its grouped matmuls take no doubles.
+            return
         length = 4 + self.rank
         prompt = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
         options: Any = dict(input_ids=prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)

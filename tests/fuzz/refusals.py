@@ -89,5 +89,6 @@ REFUSALS = {
     "a wrong shape": Refusal(_wrong_shape, "size mismatch"),
     "Adafactor": Refusal(lambda life: _step(life, torch.optim.Adafactor), "whole parameters", _has_parts),
     "LBFGS": Refusal(lambda life: _step(life, torch.optim.LBFGS), "whole parameters", _sharded),
-    "a hook on one rank": Refusal(_hook_on_one_rank, "DisagreementError", _meets_first),
+    # Ranks disagree, or one of them is in the forward already.
+    "a hook on one rank": Refusal(_hook_on_one_rank, "hook", _meets_first),
 }

@@ -16,6 +16,7 @@ import hecate
 from hecate.compiled_model import compiled_model_of
 from hecate.graph import traces
 from hecate.graph.numbers_in_graphs import WithoutNumbersIfNeeded
+from hecate.private import LearnedByDynamo
 from tests.support.models import PlainLanguageModel, batch, build
 from tests.support.parity import compare, error_of, rank_and_size, step_and_compare
 from tests.support.ranks import message_of, run_ranks
@@ -196,7 +197,7 @@ def test_floats_that_must_be_written_out_are_a_models_own() -> None:
         state.specialize("one of ours")
 
     model = nn.Linear(1, 1)
-    compile_frame = WithoutNumbersIfNeeded(convert, model)
+    compile_frame = WithoutNumbersIfNeeded(convert, model, LearnedByDynamo(), fullgraph=False)
     before = {*state.force_specializations}
     for _ in range(2):
         compile_frame()
@@ -204,3 +205,14 @@ def test_floats_that_must_be_written_out_are_a_models_own() -> None:
         state.clear()
         before = set()
     assert seen == [set(), {"one of ours"}]
+
+
+def test_sizes_that_have_changed_are_a_models_own() -> None:
+    """A model has the graphs that it would have alone, after another one of its class has seen other lengths."""
+    graphs = []
+    for seed in range(2):
+        model, reference = _pair(seed)
+        for length in (8, 12, 10):
+            _step(model, reference, batch(seed, length=length))
+        graphs.append(len(hecate.explain(model).graphs))
+    assert graphs == [2, 2]

@@ -60,6 +60,23 @@ def try_all() -> dict[str, str]:
     return found
 
 
+def state_from_the_start() -> float:
+    """On one rank: Adagrad has state before its first step, and owners move before that."""
+    torch.manual_seed(0)
+    model = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    torch.manual_seed(0)
+    reference = PlainLanguageModel(hidden=8, layers=1, experts=4)
+    hecate.compile(model, hecate.Config(backend="aot_eager", policy=Moving(reshard_every=1)))
+    worst = 0.0
+    for _ in range(2):
+        optimizers = [torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.1) for m in (model, reference)]
+        for step in range(3):
+            worst = max(worst, step_and_compare(model, reference, batch(step)).gradient)
+            for optimizer in optimizers:
+                optimizer.step()
+    return worst
+
+
 def averages() -> dict[str, Any]:
     """On one rank: an average of the weights in the optimizer's state, while owners move in every step."""
     torch.manual_seed(0)
@@ -233,6 +250,11 @@ def test_averages_of_weights_follow_their_experts() -> None:
         assert result["worst"] < 1e-6
         assert len(result["moves"]) == 5 and min(result["moves"]) > 0
         assert "cannot be copied" in result["copied"] and "optimizer.state[parameter]" in result["copied"]
+
+
+@pytest.mark.distributed
+def test_state_that_an_optimizer_has_from_the_start_follows_its_experts() -> None:
+    assert max(run_ranks(f"{_HERE}:state_from_the_start", 2)) < 1e-5
 
 
 @pytest.mark.distributed

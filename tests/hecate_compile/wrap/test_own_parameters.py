@@ -206,12 +206,12 @@ class ChoosyMoE(DictMoE):
         self.router.bias = nn.Parameter(torch.zeros(len(self.router.weight)))
 
 
-def leave_out(folder: str) -> dict[str, Any]:
+def leave_out(folder: str, expert_group: int | None = None) -> dict[str, Any]:
     """On one rank: steps in which some experts have no tokens, and a save between two of them."""
     found: dict[str, Any] = {}
     for name, policy in (("moves", Anything(reshard_every=2)), ("gathers", "gather")):
         model, reference = small(ChoosyMoE, layers=1), small(ChoosyMoE, layers=1)
-        hecate.compile(model, hecate.Config(backend="aot_eager", policy=policy))
+        hecate.compile(model, hecate.Config(backend="aot_eager", policy=policy, expert_group=expert_group))
         both: tuple[Any, Any] = (model, reference)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5, eps=1e-3) for m in both]
         off, same = [], True

@@ -103,6 +103,8 @@ def train() -> dict[str, Any]:
         other = small(kind, seed=1, layers=1)
         model.load_state_dict(other.state_dict())
         loaded, wanted = model.state_dict(), other.state_dict()
+        # Linear layers say whether they have a bias.
+        shown = str(model).count("bias=True") == str(reference).count("bias=True") > 0
         wrong = dict(wanted)
         key = next(key for key in wrong if key.endswith("w2.weight"))
         del wrong[key]
@@ -116,6 +118,7 @@ def train() -> dict[str, Any]:
             "key": key,
             "rewritten": {r.name: r.rewritten for r in hecate.explain(model).graphs[0].passes},
             "skipped": [skip.reason for skip in hecate.explain(model).skipped],
+            "shown": shown,
             "own": [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()],
         }
     return found
@@ -134,7 +137,7 @@ def test_it_trains_as_one_process_and_state_dicts_keep_the_old_names(kind: str) 
         assert result["rewritten"]["group_expert_loops"] == result["rewritten"]["exchange_rows"] == 1
         # Four steps of momentum: wrong gradients would show in the weights.
         assert result["worst"] < 1e-5 and result["weights"] < 1e-5
-        assert result["own"] and result["names"] and result["loaded"]
+        assert result["own"] and result["names"] and result["loaded"] and result["shown"]
         assert "Missing key" in result["missing"] and result["key"] in result["missing"]
         assert result["part"] == "no error"
 
