@@ -108,8 +108,8 @@ class Pair(Loop):
     def count_graphs(self) -> None:
         """Compare with a plain torch.compile from now on, turn by turn; one rank does.
 
-        With adapters of experts the plain one breaks into so many graphs that some of its code soon comes to torch's
-        limit, and is compiled no more: there the sums count.
+        With adapters the plain one breaks into many graphs, of which some do not see what has changed, and some come
+        to torch's limit and are compiled no more: there the sums count.
         """
         self.graphs = self.graphs_so_far(), 0
         if self.rank == 0:
@@ -135,7 +135,7 @@ class Pair(Loop):
         if self.plain is not None:
             before, now = self.graphs, (self.graphs_so_far(), self.plain.graphs)
             ours, theirs = now[0] - before[0], now[1] - before[1]
-            if not self.cut_short and self.dress.adapters not in ("experts", "both"):
+            if not self.cut_short and self.dress.adapters is None:
                 self.graphs = now
             found = [f"{ours} more graphs, and {theirs} of a plain torch.compile" if ours > theirs else ""]
         # No rank may end its life alone.
