@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -83,13 +83,16 @@ def install_reads(
             for key, stacked in member.keys.items():
                 shard = shard_of(parameters_of(member.stack)[stacked])
                 assert is_expert_shard(shard)
-                one, id_ = shard.layer.world.size == 1, shared.number(member.stack, stacked, shard.layer.id)
-                readers[key] = _read_member(key, _shard_reader(shard, step, id_), step, param_dtype, alone=one)
+                read = _shard_reader(shard, step, {key: shared.number(member.stack, stacked, shard.layer.id)})
+                one = shard.layer.world.size == 1
+                readers[key] = _read_member(key, read, step, param_dtype, alone=one)
         for key, parameter in parameters_of(module).items():
             shard = shard_of(parameter)
             if is_expert_shard(shard):
-                number = shared.number(module, key, shard.layer.id)
-                readers[key] = _read_experts(key, _shard_reader(shard, step, number), param_dtype)
+                adapter = adapter_of(module, key)
+                keys = (key,) if adapter is None else (key, adapter.down, adapter.up)
+                numbers = {own: shared.number(module, own, shard.layer.id) for own in keys}
+                readers[key] = _read_experts(key, _shard_reader(shard, step, numbers), param_dtype)
             elif isinstance(shard, DenseShard) and parameter is not None:
                 if parameter.requires_grad and id(parameter) not in checked:
                     checked.add(id(parameter))
@@ -215,16 +218,20 @@ def _swap_class(module: nn.Module, readers: dict[str, Callable[[nn.Module], Any]
     swapped: Any = swap_class(module, namespace)
 
 
-def _shard_reader(record: ExpertShard, step: CurrentStep, id: int | None) -> Callable[..., Any]:
-    """Return a function that readers call to read a shard, or one expert of it; ``id`` is of the record of twins."""
+def _shard_reader(record: ExpertShard, step: CurrentStep, numbers: Mapping[str, int | None]) -> Callable[..., Any]:
+    """Return a function that readers call to read a shard, or one expert of it.
+
+    ``numbers`` are those of the records of twins, by the key that is read.
+    """
     # Dynamo keeps the class, and so its readers, for longer than the model: they know the layer's number alone.
     num_experts, layer_id, alone = record.layer.num_experts, record.layer.id, record.world.size == 1
     lines = record.lines
 
     def read(shard: Any, key: str, dtype: torch.dtype | None, expert: int | None = None) -> Any:
         if torch.compiler.is_compiling():
-            if id is not None and shard.requires_grad and torch.is_grad_enabled():
-                shard = replicate(shard, id)
+            number = numbers[key]
+            if number is not None and shard.requires_grad and torch.is_grad_enabled():
+                shard = replicate(shard, number)
             if dtype is not None:
                 shard = shard.to(dtype)
             if lines > 1:

@@ -147,11 +147,7 @@ def _fill_slots(gathers: Sequence[Node], layer: int, context: PassContext) -> _S
     hecate, first = torch.ops.hecate, gathers[0]
     graph = first.graph
     here = Builder(graph, before=first, layer=layer)
-    shards = []
-    for gather in gathers:
-        shard = arg(gather, 0)
-        # A later shard is a cast of a parameter, which is there from the start.
-        shards.append(here.copy(shard, {}) if shard > first else shard)
+    shards = [_read_early(arg(gather, 0), first, here) for gather in gathers]
     placement, held = here.parts(here.call(hecate.place.default, shards[0], layer), 2)
     if not context.replicates:
         # Owners alone hold experts: each parameter's slots are its shard, read where the parameter was.
@@ -167,6 +163,14 @@ def _fill_slots(gathers: Sequence[Node], layer: int, context: PassContext) -> _S
     if not context.calibrates:
         _hold(slots, here, layer)
     return slots
+
+
+def _read_early(shard: Node, first: Node, here: Builder) -> Node:
+    """Return a parameter as it is read, cast and viewed for a gather, from where ``first`` stands or before."""
+    if shard < first:
+        return shard
+    # Parameters are there from the start.
+    return here.copy(shard, {source: _read_early(source, first, here) for source in shard.all_input_nodes})
 
 
 def _hold(slots: _Slots, here: Builder, layer: int) -> None:

@@ -53,7 +53,7 @@ def agree(lines: Sequence[str] | None, what: str, advice: str, world: World) -> 
         if len({*_gather(digest, 32, world)} - {_NO_DIGEST}) <= 1:
             return
         everyone = gather_json(mine, world)
-    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone)}\n{advice}")
+    raise DisagreementError(f"hecate: ranks disagree on {what}.\n{_first_difference(everyone, world)}\n{advice}")
 
 
 def compare_histories(world: World) -> None:
@@ -64,7 +64,7 @@ def compare_histories(world: World) -> None:
     with doing("the comparison of collectives"):
         calls = {rank: from_plain(found) for rank, found in enumerate(gather_json(mine, world))}
     raise DisagreementError(
-        first_difference(calls)
+        first_difference(calls, world.numbers)
         or "hecate: ranks disagree on collectives that lie further back than what they remember of them."
     )
 
@@ -84,10 +84,11 @@ def _gather(payload: bytes, length: int, world: World) -> list[bytes]:
     return [bytes(line) for line in collectives.all_gather_even(mine.to(device), world).tolist()]
 
 
-def _first_difference(everyone: list[list[str]]) -> str:
+def _first_difference(everyone: list[list[str]], world: World) -> str:
+    numbers = world.numbers or range(world.size)
     for index, at in enumerate(zip_longest(*everyone, fillvalue="(nothing)")):
         if len(set(at)) > 1:
-            return "\n".join(f"  rank {rank}, line {index}: {line}" for rank, line in enumerate(at))
+            return "\n".join(f"  rank {rank}, line {index}: {line}" for rank, line in zip(numbers, at, strict=True))
     return "  (the texts are equal; the digests are not)"
 
 

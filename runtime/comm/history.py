@@ -187,23 +187,24 @@ class DisagreementError(RuntimeError):
     places: Sequence[tuple[str, int]] | None = None
 
 
-def first_difference(calls: Mapping[int, Sequence[Call]]) -> str | None:
+def first_difference(calls: Mapping[int, Sequence[Call]], numbers: Sequence[int] | None = None) -> str | None:
     """Return the text of a :class:`DisagreementError` from the last calls by rank, or None if nothing contradicts.
 
-    A rank that has not come yet contradicts nothing: it may be slow.
+    A rank that has not come yet contradicts nothing: it may be slow. The text calls ranks by their ``numbers``.
     """
+    names = numbers if numbers is not None else range(1 + max(calls, default=0))
     by_number: dict[int, dict[int, Call]] = {}
     for rank, started in sorted(calls.items()):
         for call in started:
             by_number.setdefault(call.number, {})[rank] = call
     for number, found in sorted(by_number.items()):
-        problem = _different(found) or _unfitting(found)
+        problem = _different(found, names) or _unfitting(found, names)
         if problem is not None:
             return f"hecate: ranks disagree on collective {number} since the start.\n{problem}\n{_ADVICE}"
     return None
 
 
-def _different(found: Mapping[int, Call]) -> str | None:
+def _different(found: Mapping[int, Call], names: Sequence[int]) -> str | None:
     """Describe the ranks that are in another collective than most."""
     same: dict[tuple[str, str, str], list[int]] = {}
     for rank, call in found.items():
@@ -215,11 +216,12 @@ def _different(found: Mapping[int, Call]) -> str | None:
     lines = []
     for ranks in sorted(same.values(), key=lambda ranks: (-len(ranks), ranks)):
         call = found[ranks[0]]
-        lines.append(f"  {_ranks(ranks)}: {call}{f' ({call.kind} of {call.size})' if alike and call.label else ''}")
+        details = f" ({call.kind} of {call.size})" if alike and call.label else ""
+        lines.append(f"  {_ranks([names[rank] for rank in ranks])}: {call}{details}")
     return "\n".join(lines)
 
 
-def _unfitting(found: Mapping[int, Call]) -> str | None:
+def _unfitting(found: Mapping[int, Call], names: Sequence[int]) -> str | None:
     """Describe the pairs of ranks of which one sends what the other does not expect."""
     lines = []
     for source, call in found.items():
@@ -227,7 +229,7 @@ def _unfitting(found: Mapping[int, Call]) -> str | None:
             if call.send is None or other.receive is None or call.send[destination] == other.receive[source]:
                 continue
             lines.append(
-                f"  rank {source} sends {call.send[destination]} rows to rank {destination}, "
+                f"  rank {names[source]} sends {call.send[destination]} rows to rank {names[destination]}, "
                 f"which expects {other.receive[source]}, in {call}"
             )
     more = f"\n  and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""

@@ -141,4 +141,5 @@ def _leave(wait: Wait) -> None:
         raise _Left
     # After so long a wait, this rank has heard of the others. A group of NCCL alone has no connections of gloo's.
     if time.monotonic() - wait.since > _PATIENT and carries(wait.group, _HOST):
-        check_connections(wait.group, list(silent(wait.group, unknown=True)))
+        ranks = dist.get_process_group_ranks(wait.group)
+        check_connections(wait.group, [ranks.index(rank) for rank in silent(wait.group, unknown=True)])

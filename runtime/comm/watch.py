@@ -163,13 +163,14 @@ def _entry(asked: bool) -> dict[str, Any]:
 def _verdict(wait: Wait) -> Problem | None:
     """Return why a wait does not end, as far as that is known; None if it may be only slow."""
     group, history = wait.group, history_of(wait.group)
+    numbers = dist.get_process_group_ranks(group)
     heard = _heard(group)
     told = {rank: one.entry.get("groups", {}).get(history.group_name, {}) for rank, one in heard.items()}
     for one in told.values():
         if one.get("problem", {}).get("certain"):
             return Problem(**one["problem"])
-    calls = {rank: from_plain(one["calls"]) for rank, one in told.items() if "calls" in one}
-    text = first_difference(calls | {group.rank(): history.last(_CALLS)})
+    calls = {numbers.index(rank): from_plain(one["calls"]) for rank, one in told.items() if "calls" in one}
+    text = first_difference(calls | {group.rank(): history.last(_CALLS)}, numbers)
     if text is not None:
         return Problem(text, disagreement=True)
     for rank, entry in ((rank, one.entry) for rank, one in heard.items()):
@@ -231,7 +232,7 @@ def reason(wait: Wait, error: BaseException) -> Problem:
 
 def silent(group: dist.ProcessGroup, *, unknown: bool = False) -> dict[int, float]:
     """Return the seconds for which ranks of ``group`` have told nothing, with those not known if ``unknown``."""
-    found = {rank: _running().silence(other) for rank, other in _others(group)}
+    found = {rank: _running().silence(rank) for rank in _others(group)}
     long = _SILENT * heartbeat.EVERY
     gone = [rank for rank, seconds in found.items() if (unknown if seconds is None else seconds > long)]
     return {rank: found[rank] or 0.0 for rank in gone}
@@ -247,14 +248,14 @@ def waits_beyond(group: dist.ProcessGroup) -> str | None:
 
 
 def _heard(group: dist.ProcessGroup) -> dict[int, Heard]:
-    """Return the last entries of the others of ``group``, by rank in it."""
-    return {rank: _running().heard[other] for rank, other in _others(group) if other in _running().heard}
+    """Return the last entries of the others of ``group``, by rank."""
+    return {rank: _running().heard[rank] for rank in _others(group) if rank in _running().heard}
 
 
-def _others(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return the other ranks of ``group``: their ranks in it, and in the default group."""
-    ranks = enumerate(dist.get_process_group_ranks(group))
-    return [(rank, other) for rank, other in ranks if rank != group.rank()]
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """Return the other ranks of ``group``, by their numbers in the default group, which all texts name."""
+    ranks = dist.get_process_group_ranks(group)
+    return [rank for place, rank in enumerate(ranks) if place != group.rank()]
 
 
 def refuse_if_given_up(group: dist.ProcessGroup) -> None:

@@ -258,7 +258,9 @@ class FollowedTables(Replays):
 
 def _check_ranks(topology: Topology, world: World) -> None:
     problem = ""
-    if topology.num_nodes > 1:
+    if world.everyone is not world:
+        problem = "all ranks in one group: a step that has no room in one group would go on in the others"
+    elif topology.num_nodes > 1:
         problem = f"ranks on one node, and there are {topology.num_nodes} nodes"
     elif world.size > MOST_RANKS:
         problem = f"at most {MOST_RANKS} ranks, and there are {world.size}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -124,10 +126,12 @@ class Pair(Loop):
             self.plain.compile()
             self.graphs = self.graphs_so_far(), 0
 
-    def leave_graphs_out(self) -> None:
-        """Leave the graphs so far out of the comparison."""
-        if self.plain is not None:
-            self.graphs = self.graphs_so_far(), self.plain.graphs
+    @contextmanager
+    def without_counting(self) -> Iterator[None]:
+        """Leave the compiled model's graphs inside the block out of the comparison."""
+        before = self.graphs_so_far()
+        yield
+        self.graphs = self.graphs[0] + self.graphs_so_far() - before, self.graphs[1]
 
     def graphs_too_many(self) -> str:
         """Return by how many, on all ranks."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ _STEPS, _AT = 4, 2
 _SOON = 60
 
 
-def model() -> torch.nn.Module:
+def model(expert_group: int | None = None) -> torch.nn.Module:
     # Rows cross in every exchange. With replicas two ranks may have nothing for each other, and meet later.
-    config = hecate.Config(backend="aot_eager", policy="static")
+    config = hecate.Config(backend="aot_eager", policy="static", expert_group=expert_group)
     return hecate.compile(PlainLanguageModel(hidden=8, layers=1, experts=4), config)
 
 
@@ -47,11 +48,11 @@ def step(compiled: torch.nn.Module, ids: torch.Tensor) -> None:
 STARTED: Path | None = None
 
 
-def break_down(fault: str, patience: float = 60, steps: int = _STEPS) -> None:
+def break_down(fault: str, patience: float = 60, steps: int = _STEPS, group: int | None = None) -> None:
     """On one rank: some steps, and in one of them something happens to the last rank."""
     watch.TOLD, watch.PATIENCE = 1.0, 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
-    compiled, last = model(), dist.get_rank() == dist.get_world_size() - 1
+    compiled, last = model(expert_group=group), dist.get_rank() == dist.get_world_size() - 1
     for number in range(steps):
         ids = batch(number)
         if STARTED is not None and number == 1:
@@ -96,7 +97,7 @@ def instead_of_exchanging(function: Callable[[], None]) -> None:
     collectives.all_to_all = all_to_all
 
 
-def ended(fault: str, ranks: int = 2, **options: float) -> tuple[str, float]:
+def ended(fault: str, ranks: int = 2, **options: Any) -> tuple[str, float]:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
         run_ranks(f"{_HERE}:break_down", ranks, timeout=100, fault=fault, **options)
@@ -110,6 +111,14 @@ def test_a_killed_rank_is_named(ranks: int) -> None:
     assert f"rank {ranks - 1} has not been heard of for" in message
     assert message.count("it was killed, stopped, or cut off from the others") >= ranks - 1
     assert "exchange of blocks.0, step 2 cannot end" in message
+    assert seconds < _SOON
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_in_one_group_ends_all_groups() -> None:
+    message, seconds = ended("killed", 4, group=2)
+    assert message.count("rank 3 has not been heard of for") >= 2, message
+    assert all(f"--- rank {rank}" in message for rank in range(3))
     assert seconds < _SOON
 
 

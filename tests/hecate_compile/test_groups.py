@@ -21,6 +21,9 @@ from hecate.compiled_model import compiled_model_of
 from hecate.reports.run_data import load_run
 from hecate.runtime.placement.topology import Topology
 from hecate.wrap.shard import shard_of
+from tests.hecate_compile.integrations.test_peft import adapted
+from tests.hecate_compile.integrations.test_trainer import difference, logs_of, trainer_of
+from tests.hecate_compile.test_mixed_precision import mixed_precision
 from tests.hecate_compile.wrap.test_own_parameters import leave_out
 from tests.hecate_compile.wrap.untraced_models import RejectingModel
 from tests.support.adversaries import Anything
@@ -214,6 +217,7 @@ def given_a_mesh() -> dict[str, Any]:
         ({"expert_group": 4}, init_device_mesh("cpu", (2, 2))),
         ({}, init_device_mesh("cpu", (2, 2, 1))),
         ({"expert_group": 2, "topology": Topology((0, 0, 0, 1))}, None),
+        ({"expert_group": 2, "transport": "symmetric"}, None),
     )
     found["refused"] = [
         message_of(
@@ -228,6 +232,39 @@ def given_a_mesh() -> dict[str, Any]:
     return found
 
 
+def with_adapters() -> dict[str, float]:
+    """LoRA on attention and on fused experts, and of experts in a list; three steps with momentum."""
+    found = {}
+    for kind in ("qwen3_moe", "list"):
+        model, reference = adapted(kind), adapted(kind)
+        compiled_on_free_links(model, expert_group=2, replicas=2)
+        both = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1, 0.9) for m in (model, reference)]
+        for step in range(3):
+            run_step(model, batch(step))
+            reference(input_ids=batch(step), labels=batch(step))["loss"].backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[kind] = state_error(model.state_dict(), reference.state_dict())
+    return found
+
+
+def with_a_trainer(folder: str) -> dict[str, Any]:
+    """Transformers' Trainer, against DDP: what it logs, and weights."""
+    plain = trainer_of(build("qwen3_moe", layers=1), f"{folder}/plain")
+    plain.train()
+    plain.evaluate()
+    model = build("qwen3_moe", layers=1)
+    compiled_on_free_links(model, expert_group=2, dense="shard", replicas=2)
+    trainer = trainer_of(model, f"{folder}/groups")
+    trainer.train()
+    trainer.evaluate()
+    return {
+        "logs": [logs_of(trainer), logs_of(plain)],
+        "weights": difference(model.state_dict(), plain.model.state_dict()),
+    }
+
+
 def programs(folder: str) -> dict[str, Any]:
     return {
         "accumulated": accumulated(),
@@ -235,6 +272,9 @@ def programs(folder: str) -> dict[str, Any]:
         "used again": used_again(),
         "told": told(Path(folder)),
         "mesh": given_a_mesh(),
+        "adapters": with_adapters(),
+        "mixed precision": mixed_precision(expert_group=2),
+        "trainer": with_a_trainer(folder),
         "left out": leave_out(f"{folder}/left out", expert_group=2),
     }
 
@@ -276,15 +316,33 @@ def test_experts_in_a_list_that_no_group_has_called_have_no_gradient(ran: Any) -
             assert kind["same"] and max(kind["off"]) < 1e-5, found
 
 
+def test_adapters_train_in_groups(ran: Any) -> None:
+    assert max(ran[0][0]["adapters"].values()) < EXACT
+
+
+def test_mixed_precision_in_groups(ran: Any) -> None:
+    for errors in ran[0][0]["mixed precision"].values():
+        assert errors["loss"] < 2**-7 and errors["gradient"] < 5e-2, errors["worst"]
+
+
+def test_the_trainer_logs_what_it_logs_with_data_parallel(ran: Any) -> None:
+    found = ran[0][0]["trainer"]
+    ours, theirs = found["logs"]
+    for name in theirs:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    assert found["weights"] < 1e-4
+
+
 def test_a_mesh_of_two_dimensions_makes_groups_of_its_rows(ran: Any) -> None:
     found = [one["mesh"] for one in ran[0]]
     assert found[0]["error"] < EXACT
     assert [one["mine"] for one in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
     assert found[0]["one row"] == found[0]["auto"] == 1
-    uneven, other, many, nodes = found[0]["refused"]
+    uneven, other, many, nodes, symmetric = found[0]["refused"]
     assert "expert_group=3) does not divide the 4 ranks" in uneven
     assert "does not fit the mesh, whose second dimension has 2 ranks" in other
     assert "expected one, or two" in many
+    assert 'transport="symmetric" needs all ranks in one group' in symmetric
     assert nodes.startswith("DisagreementError") and "groups must lie in nodes alike" in nodes
 
 

@@ -21,7 +21,7 @@ if ALL:
     CASES += [("qwen3_moe", "replicate"), ("plain", "replicate"), ("qwen3_moe", "shard")]
 
 
-def mixed_precision() -> dict[str, Any]:
+def mixed_precision(expert_group: int | None = None) -> dict[str, Any]:
     """bf16 compute on fp32 parameters, against one process whose parameters are cast to bf16."""
     found = {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
@@ -29,7 +29,9 @@ def mixed_precision() -> dict[str, Any]:
         reference = build(family, layers=1)
         for parameter in reference.parameters():
             parameter.data = parameter.data.bfloat16()
-        model = compiled_on_free_links(build(family, layers=1), mixed_precision=policy, dense=dense)
+        model = compiled_on_free_links(
+            build(family, layers=1), mixed_precision=policy, dense=dense, expert_group=expert_group
+        )
         with dense_gathers() as gathered:
             loss = run_step(model, batch(0))
         expected = reference(input_ids=batch(0), labels=batch(0))["loss"]

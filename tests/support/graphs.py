@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -146,11 +146,11 @@ def _run(gm: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor | Non
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
+def two_layers(layers: int = 2, *, twins: Sequence[int] = ()) -> tuple[GraphModule, list[Any]]:
     """A forward graph: attention (two matmuls), counts, experts between exchanges, and a shared expert, per layer.
 
     Collectives stand where Dynamo would leave them: everything right where it is used. Beside the rows it returns
-    what would be the gradients of the experts.
+    what would be the gradients of the experts, averaged by the records ``twins``, one for each layer, if any.
     """
     ids = [
         number_of(add_layer(name=f"layer{n}", owners=Owners.contiguous(E, 1), world=SINGLE)) for n in range(layers)
@@ -178,6 +178,8 @@ def two_layers(layers: int = 2) -> tuple[GraphModule, list[Any]]:
             (gradient,) = ops.sparse_reduce_scatter([shard], [experts * 2], placement, E, layer)
             x = ops.exchange_back(y, *ticket, ROWS, layer) + attended @ weight
             outs.append(gradient)
+            if twins:
+                (outs[-1],) = ops.average_gradients([gradient], [twins[ids.index(layer)]])
         return [x, *outs]
 
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from hecate.passes.captured.bucket_gathers import bucket_gathers
 from hecate.passes.captured.share_gathers import share_gathers
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.ops.dense import add_dense_shard
-from hecate.runtime.ops.gradients import GradientSync
+from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate
 from tests.support.graphs import E, GraphUnderTest, H, apply, leaves_alone, number_of, targets
 
 CONTEXT = PassContext(world_size=1)
@@ -29,7 +29,12 @@ class Reads:
         self.ids[node] = number_of(add_dense_shard(name, torch.Size((3,)), GradientSync(SINGLE)))
         return node
 
-    def read(self, shard: Node, dtype: torch.dtype | None = None) -> Node:
+    def read(self, shard: Node, dtype: torch.dtype | None = None, *, twins: bool = False) -> Node:
+        if twins:
+            module = torch.nn.Linear(3, 1, bias=False)
+            id = number_of(add_replicated(module, "weight", GradientSync(SINGLE)))
+            here, shard = shard, self.g.call(replicate, shard, id)
+            self.ids[shard] = self.ids[here]
         whole = self.g.call(torch.ops.hecate.gather_dense, [shard], [self.ids[shard]], dtype)
         return self.g.call(operator.getitem, whole, 0)
 
@@ -71,6 +76,14 @@ def test_tied_reads_are_gathered_once() -> None:
     gm = r.sum([r.read(embedding), r.read(layer), r.read(embedding)])
     assert apply(bucket_gathers, r.g, gm).rewritten == 1
     assert _gathers(gm) == [1, 1]
+
+
+def test_shards_of_several_groups_are_gathered_at_once() -> None:
+    r = Reads()
+    a, b = r.shard("layers.0.a"), r.shard("layers.0.b")
+    gm = r.sum([r.read(a, twins=True), r.read(b, twins=True), r.read(a, twins=True)])
+    assert apply(bucket_gathers, r.g, gm).rewritten == 1
+    assert _gathers(gm) == [2]
 
 
 def test_kinds_stay_apart() -> None:
@@ -130,6 +143,20 @@ def test_equal_casts_are_shared_and_others_are_not(g: GraphUnderTest) -> None:
     gm = g.finish(g.call(operator.add, g.call(operator.add, reads[0], reads[1]), reads[2]))
     assert apply(share_gathers, g, gm).rewritten == 1
     assert targets(gm).count("to") == 2
+
+
+def test_reads_for_twins_are_shared_where_they_are_of_one_record(g: GraphUnderTest) -> None:
+    module = torch.nn.Linear(3, 1, bias=False)
+    ids = [number_of(add_replicated(module, "weight", GradientSync(SINGLE), layer=n)) for n in range(2)]
+    shard = g.input(torch.randn(E, H, H))
+    total: Node | None = None
+    for id in (ids[0], ids[0], ids[1]):
+        here = g.call(torch.ops.hecate.gather_experts, g.call(replicate, shard, id), E, g.layer)
+        total = here if total is None else g.call(operator.add, total, here)
+    assert total is not None
+    gm = g.finish(total)
+    assert apply(share_gathers, g, gm).rewritten == 1
+    assert targets(gm).count("gather_experts") == targets(gm).count("replicate") == 2
 
 
 def test_other_shards_stay_apart(g: GraphUnderTest) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import operator
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.fx import Node
 
 from hecate.passes.captured.bucket_gradients import bucket_gradients
 from hecate.runtime.comm.world import SINGLE
-from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate
+from hecate.runtime.ops.gradients import GradientSync, add_replicated, replicate, replicate_bucket
 from tests.support.graphs import GraphUnderTest, apply, leaves_alone, number_of, targets
 
 MODULE = torch.nn.Linear(3, 1, bias=False)
@@ -41,6 +43,25 @@ def test_dtypes_and_sizes_split_buckets(monkeypatch: pytest.MonkeyPatch) -> None
         total = g.call(operator.add, total, other)
     gm = g.finish(total)
     assert apply(bucket_gradients, g, gm).rewritten == 3
+
+
+def test_experts_of_a_layer_are_a_bucket_and_other_ranks_have_others() -> None:
+    g, two = GraphUnderTest(), replace(SINGLE, numbers=(0, 2))
+    kinds: list[dict[str, Any]] = [
+        {"sync": GradientSync(SINGLE)},
+        {"sync": GradientSync(two), "layer": 1},
+        {"sync": GradientSync(two), "layer": 1},
+        {"sync": GradientSync(two), "layer": 2},
+        {"sync": GradientSync(two)},
+    ]
+    total = g.input(torch.randn(3))
+    for kind in kinds:
+        id = number_of(add_replicated(MODULE, "weight", **kind))
+        total = g.call(operator.add, total, g.call(replicate, g.input(torch.randn(3)), id))
+    gm = g.finish(total)
+    assert apply(bucket_gradients, g, gm).rewritten == 4
+    sizes = [len(node.args[0]) for node in gm.graph.nodes if node.target is replicate_bucket]
+    assert sorted(sizes) == [1, 1, 1, 2]
 
 
 def test_unused_and_no_grad_reads_are_left_alone(g: GraphUnderTest) -> None:

@@ -187,6 +187,35 @@ def test_dense_gradients_do_not_hold_up_the_next_exchanges(attention_left: bool)
         assert order == sorted(order), "the gradient itself is computed while the rows travel"
 
 
+@pytest.mark.parametrize("budget", [10**9, 4 * E * H * H * 4, 0])
+def test_experts_gradients_go_on_to_their_twins_a_gap_later(budget: int) -> None:
+    """The first of two reduces is waited for where the second starts, and neither stands in front of an exchange."""
+    module = torch.nn.Linear(H, H, bias=False)
+    records = [add_replicated(module, "weight", GradientSync(SINGLE), layer=n) for n in range(3)]
+    order = []
+    for node in run(FINAL_PASSES, traced(3, twins=[one.id for one in records]), prefetch_bytes=budget).graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if name.startswith(("sparse_reduce_scatter", "average_gradients", "exchange_")):
+            order.append(name)
+    reduce = ["sparse_reduce_scatter_start", "sparse_reduce_scatter_wait", "average_gradients_start"]
+    exchanges = ["exchange_start", "exchange_wait", "exchange_back_start", "exchange_back_wait"]
+    if budget == 0:
+        assert order.count("average_gradients_wait") == 3, "they are waited for at once"
+        return
+    assert [name for name in order if name in exchanges] == 3 * exchanges
+    # By the gaps that they stand in: so many exchanges have come home before.
+    gaps = {
+        name: [order[:n].count("exchange_back_wait") for n, one in enumerate(order) if one == name] for name in reduce
+    }
+    assert gaps["sparse_reduce_scatter_start"] == [1, 2, 3]
+    assert gaps["average_gradients_start"] == gaps["sparse_reduce_scatter_wait"] == [2, 3, 3]
+    for n, name in enumerate(order):
+        if name == "average_gradients_start":
+            assert order[n - 1] == "sparse_reduce_scatter_wait"
+    if budget == 10**9:
+        assert order[-3:] == 3 * ["average_gradients_wait"]
+
+
 def test_compute_that_needs_no_exchange_fills_it() -> None:
     """With a slow link the shared expert's matmul moves before the wait of the first exchange."""
     order = names(run(FINAL_PASSES, traced(), rates=SLOW))
