@@ -33,6 +33,7 @@ from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.world import Mesh, find_mesh, find_topology
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
 from hecate.runtime.state.placer import Placer
@@ -63,7 +64,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | None = None) -> Model:
-    """Shard the experts of an MoE model over all ranks and compile its training step, in place.
+    """Shard the experts of an MoE model over all ranks, or groups of them, and compile its training step, in place.
 
     Build the optimizer afterwards, from ``model.parameters()``. Under torchrun all ranks call this together;
     in a single process it just works.
@@ -72,7 +73,7 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
         model: any ``nn.Module`` with expert parameters ``[E, ...]``, or equal experts in a list; on the meta device
             it is made real shard by shard. With ``Config(attention=...)`` it may have none.
         config: see :class:`Config`.
-        mesh: a one-dimensional ``DeviceMesh``; by default all ranks.
+        mesh: a ``DeviceMesh`` of one dimension, by default all ranks; or of two, groups and the ranks of each.
 
     Returns:
         The same object.
@@ -115,6 +116,7 @@ class _Sharded:
     """The parts of a sharded model by which its ranks work together."""
 
     layers: list[Layer]
+    nodes: Topology
     placer: Placer
     carrier: Carrier
     sync: GradientSync
@@ -134,6 +136,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     backend = Backend(
         config=found.config,
         world=found.mesh.everyone,
+        nodes=sharded.nodes,
         placer=sharded.placer,
         layers=sharded.layers,
         step=sharded.step,
@@ -156,6 +159,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         experts=tuple(found.experts),
         passed_over=tuple(found.passed_over),
         layers=tuple(sharded.layers),
+        nodes=sharded.nodes,
         sync=sharded.sync,
         backend=backend,
         placer=sharded.placer,
@@ -182,7 +186,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         # Nothing is exchanged inside a graph, so ranks need not run the same one.
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
-    fewest = min((found.num_experts for found in experts), default=1)
+    fewest = min((found.num_experts for found in experts), default=None)
     ranks = find_mesh(mesh, device_of(model, mesh), config.expert_group, experts=fewest)
     check_one_piece(model, ranks.everyone)
     shard_dense = config.dense == "shard" and ranks.group.size > 1
@@ -253,6 +257,7 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         layer.wire_dtype = config.wire_dtype
     return _Sharded(
         layers=layers,
+        nodes=nodes,
         placer=placer,
         carrier=carrier,
         sync=sync,
@@ -267,9 +272,10 @@ def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
     config, placer, layers = found.config, sharded.placer, sharded.layers
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
-    elif found.mesh.group.size > 1:
+    elif found.mesh.everyone.size > 1:
         dtype = layers[0].dtype if layers else _param_dtype(config) or next(model.parameters()).dtype
-        rates = measure_rates(dtype, placer.topology, found.mesh.group)
+        # Over everyone, as groups use the links at the same time.
+        rates = measure_rates(dtype, sharded.nodes, found.mesh.everyone)
         placer.set_rates(rates, because="measured in hecate.compile")
 
 
@@ -348,7 +354,7 @@ def _forward(
     return CompiledForward(
         traces,
         between=between,
-        records=(*sharded.layers, *shards),
+        records=(*sharded.layers, *shards, *sharded.twins),
         experts=found.experts,
         step=sharded.step,
         precision=config.mixed_precision,

@@ -26,8 +26,8 @@ class CompiledModel:
     """The parts of one compiled model, which holds them, so that they go when it goes.
 
     ``layers`` has the runtime record of each of ``experts``, which were sharded; those that share parameters have one
-    in common. ``passed_over`` are modules that look similar and were not sharded. ``text_model`` is the name of the
-    module that is traced alone, or "".
+    in common. ``nodes`` says which of all ranks share a node. ``passed_over`` are modules that look similar and were
+    not sharded. ``text_model`` is the name of the module that is traced alone, or "".
     """
 
     config: Config
@@ -35,6 +35,7 @@ class CompiledModel:
     experts: tuple[ExpertsModule, ...]
     passed_over: tuple[PassedOver, ...]
     layers: tuple[Layer, ...]
+    nodes: Topology
     sync: GradientSync
     backend: Backend
     placer: Placer
@@ -47,11 +48,6 @@ class CompiledModel:
     def world(self) -> World:
         """The ranks that train the model."""
         return self.mesh.everyone
-
-    @property
-    def nodes(self) -> Topology:
-        """Which of the ranks that train the model share a node."""
-        return self.sync.topology if self.sync.topology is not None else self.placer.topology
 
     @property
     def policy_without_placement(self) -> str | None:

@@ -39,7 +39,8 @@ class PassContext:
         prefetch_bytes: most bytes of parameters and of gradients under way beside the compute; None for twice
             the largest transfer.
         owned, slots: experts that a rank owns in one layer, and replicas that it may hold; for predictions.
-        nodes, ranks_per_node: machines, and ranks on each; for predictions.
+        nodes, ranks_per_node: machines of a group, and its ranks on each; for predictions.
+        all_nodes, all_ranks_per_node: of all groups.
         rates: how fast the machine is; for predictions.
         guesses: sizes that depend on data, learned from the forward; for predictions.
         attention: the pattern that attention gets, or None.
@@ -62,6 +63,8 @@ class PassContext:
     slots: int = 0
     nodes: int = 1
     ranks_per_node: int = 1
+    all_nodes: int = 1
+    all_ranks_per_node: int = 1
     rates: Rates = _UNKNOWN
     guesses: dict[Any, int] = field(default_factory=dict, compare=False)
     attention: S2Attention | None = None
@@ -69,8 +72,18 @@ class PassContext:
 
     @property
     def link_bytes(self) -> float:
-        """Bytes per second of a rank's share of the slowest link."""
-        return self.rates.rank_bytes if self.nodes == 1 else self.rates.node_bytes / self.ranks_per_node
+        """Bytes per second of a rank's share of the slowest link inside its group."""
+        return self._link_bytes(self.nodes, self.ranks_per_node)
+
+    @property
+    def link_bytes_between_groups(self) -> float:
+        """Bytes per second of a rank's share of the slowest link of all."""
+        if self.all_nodes == 1:
+            return self.link_bytes
+        return self._link_bytes(self.all_nodes, self.all_ranks_per_node)
+
+    def _link_bytes(self, nodes: int, ranks_per_node: int) -> float:
+        return self.rates.rank_bytes if nodes == 1 else self.rates.node_bytes / ranks_per_node
 
     def name(self, layer: int) -> str:
         return self.layer_names.get(layer, f"layer {layer}")

@@ -62,7 +62,7 @@ def base_digests(model: nn.Module, state: Mapping[str, Any], base: Collection[st
     What every rank has whole is the ``first`` rank's, and what every group has is that of the first group. Tensors
     that are made of others (quantized ones) are left out.
     """
-    if is_compiled(model) and not compiled_model_of(model, "save").mesh.in_first:
+    if is_compiled(model) and not compiled_model_of(model, "save").mesh.group.has_first:
         return {}
     out: Digests = {}
     for name in sorted(base):

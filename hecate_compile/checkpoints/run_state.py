@@ -120,7 +120,7 @@ def speaks_for_group(model: nn.Module) -> bool:
     if not is_compiled(model):
         return False
     mesh = compiled_model_of(model, "save").mesh
-    return not mesh.in_first and mesh.group.rank == 0
+    return not mesh.group.has_first and mesh.group.rank == 0
 
 
 def forget_last_forward(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from hecate.runtime.comm.queue import Span
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World
 from hecate.runtime.placement.hecate_policy import most_replicas
+from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer, Relaying
 from hecate.runtime.state.overlap_window import fewest_tokens, overlaps, predict_hidden
 from hecate.runtime.state.placer import Placer
@@ -67,6 +68,7 @@ class Backend:
     """The backend that Dynamo calls with every graph of the model.
 
     Attributes:
+        world, nodes: the ranks that train the model, and which of them share a node.
         dense_parameters: elements of the matrices outside the experts and embeddings; for predictions.
         key_heads: heads of keys in the model's config, if it has any.
         sparse_layers: how many layers must become sparse; None for as many as in the first graph.
@@ -78,6 +80,7 @@ class Backend:
 
     config: Config
     world: World
+    nodes: Topology
     placer: Placer
     layers: Sequence[Layer]
     step: CurrentStep
@@ -269,6 +272,8 @@ class Backend:
             slots=slots if self.placer.policy.replicates else 0,
             nodes=topology.num_nodes,
             ranks_per_node=max(map(len, topology.members)),
+            all_nodes=self.nodes.num_nodes,
+            all_ranks_per_node=max(map(len, self.nodes.members)),
             rates=self.placer.rates,
             attention=self.config.attention,
             key_heads=self.key_heads,

@@ -59,7 +59,8 @@ def generate_together(model: nn.Module) -> None:
             return generate(self, *args, **kwargs)
         given = signature.bind_partial(self, *args, **kwargs).arguments
         # The user's own argument wins. transformers asks all ranks of the program if they are done.
-        everyone = shard.world.group is not None and shard.world.size == dist.get_world_size()
+        ranks = shard.world.everyone
+        everyone = ranks.group is not None and ranks.size == dist.get_world_size()
         if everyone and given.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
         with _calls_compiled(self):

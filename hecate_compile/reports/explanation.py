@@ -232,7 +232,7 @@ class Explanation:
                 str(experts.num_experts),
                 experts.sign,
                 ", ".join(experts.parameters),
-                ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if self.world.size > 8 else ""),
+                ", ".join(map(str, layer.owners.counts[:8])) + (" ..." if layer.world.size > 8 else ""),
             )
             for experts, layer in zip(self.experts, self.layers, strict=True)
         ]

@@ -41,6 +41,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     ``sizes``  float64 ``[layer, 5]``                the fields of ``LayerSizes``, as plans used them
     ``rates``  float64 ``[5]``                       the fields of :class:`hecate.Rates`, as plans used them
     ``nodes``  int32 ``[rank]``                      node of each rank
+    ``groups`` int32                                 of ranks that follow one another; owners are numbers in a group
     ========== ==================================== ==========================================================
 
     Raises:
@@ -88,6 +89,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
                     sizes=np.asarray([astuple(layer.sizes) for layer in layers], dtype=np.float64),
                     rates=np.asarray(astuple(state.placer.rates), dtype=np.float64),
                     nodes=np.asarray(state.nodes.node_of, dtype=np.int32),
+                    groups=np.int32(state.mesh.groups),
                 )
 
 

@@ -56,7 +56,8 @@ class RunData:
     Attributes:
         head, notes: the head of the last start that has steps, and what is missing, in words.
         step, seconds: numbers of the steps, and seconds on the slowest rank, ``[n]``.
-        load, holders, owners: rows, number of holders and owner (-1 for none) of each expert, ``[n, L, E]``.
+        load, holders, owners: rows, number of holders and owner (-1 for none) of each expert, ``[n, L, E]``. The
+            owners in several groups, which have the same place there, count as one.
         rows, owner_rows: rows that each rank computed, and would have if owners computed all, ``[n, L, W]``.
         row_bytes, expert_bytes, memory: bytes that each rank sent and held, ``[n, W]``.
         travel, exposed: seconds of collectives, and in which the compute stood still for them, ``[n, W]``.
@@ -112,7 +113,7 @@ class RunData:
     def replicas(self) -> Array:
         """Copies of experts on ranks that do not own them, ``[n, L]``."""
         here = self.owners >= 0
-        return np.where(here, self.holders.astype(np.int64) - self.head.groups, 0).sum(2)
+        return np.where(here, self.holders.astype(np.int64) - 1, 0).sum(2)
 
 
 def load_run(root: Path) -> RunData:
@@ -244,8 +245,10 @@ def _assemble(head: RunHead, starts: list[_Start], notes: list[str]) -> RunData:
         step=of_first("step"),
         seconds=without_nan(np.nanmax, of_ranks("seconds", ()), 1),
         load=sum(loads[1:], loads[0]),
+        # One owner in each group, which count as one, and the replicas of all.
         holders=sum(
-            (of_group("holders", group).astype(np.int64) for group in range(1, head.groups)), of_first("holders")
+            (of_group("holders", group).astype(np.int64).clip(1) - 1 for group in range(1, head.groups)),
+            of_first("holders"),
         ),
         owners=owners,
         rows=of_ranks("rows", layers),

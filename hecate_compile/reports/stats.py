@@ -79,16 +79,17 @@ class Stats:
 
 def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
-    world, found = mesh.everyone, []
-    for layer in layers:
-        if layer.counts is None:
-            continue
+    world, found, mine = mesh.everyone, [], [torch.zeros(0, dtype=torch.int64, device="cpu")]
+    seen = [layer for layer in layers if layer.counts is not None]
+    for layer in seen:
         layer.read_rows()
+        assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
         rows = layer.rows if mesh.group.size > 1 else int(per_expert.sum())
         own = [rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas]
-        mine = torch.cat([torch.tensor(own, device="cpu"), per_expert]).to(world.control_device)
-        of_ranks = collectives.all_gather_even(mine, world).cpu()
+        mine += [torch.tensor(own, device="cpu"), per_expert]
+    told = collectives.all_gather_even(torch.cat(mine).to(world.control_device), world).cpu()
+    for layer, of_ranks in zip(seen, told.split([5 + layer.num_experts for layer in seen], 1), strict=True):
         # Ranks of a group know the same of its experts, and groups follow one another.
         of_groups = of_ranks[:: mesh.group.size].sum(0).tolist()
         rows_of, sent, crossed, experts_sent, *_ = of_ranks.t().tolist()
@@ -96,10 +97,10 @@ def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
             LayerStats(
                 name=layer.name,
                 rows=tuple(rows_of),
-                expert_rows=tuple(of_groups[len(own) :]),
+                expert_rows=tuple(of_groups[5:]),
                 bytes_sent=tuple(sent),
                 node_bytes_sent=tuple(crossed),
-                replicas=of_groups[len(own) - 1],
+                replicas=of_groups[4],
                 expert_bytes_sent=tuple(experts_sent),
             )
         )

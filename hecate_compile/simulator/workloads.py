@@ -52,11 +52,17 @@ def load_trace(path: Path) -> tuple[Counts, np.ndarray[Any, Any]]:
             raise ValueError("it is no npz archive, or it is cut off")
         with np.load(path) as archive:
             counts, owners = archive["counts"].astype(np.int64), archive["owners"]
+            groups = int(archive.get("groups", 1))
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is not a trace that hecate.record wrote: {error}") from None
     if counts.ndim != 4 or len(counts) == 0:
         raise ValueError(f"{path}: counts have shape {list(counts.shape)}, expected [step, layer, rank, expert]")
     layers, ranks, experts = counts.shape[1:]
+    if groups > 1:
+        raise ValueError(
+            f"{path}: the trace is of {groups} groups of ranks, and one group is replayed or simulated. The first "
+            f"has counts[:, :, :{ranks // groups}]"
+        )
     if owners.shape != (layers, experts) or not ((owners >= 0) & (owners < ranks)).all():
         raise ValueError(f"{path}: owners are not one of {ranks} ranks for each of {experts} experts in each layer")
     return counts, owners

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hecate.private import is_traceable_wrapper_subclass, tree_leaves
@@ -83,7 +84,7 @@ class DriftCheck:
         self._stepped = self._stepped or self._stepped_apart()
         if not done or (done not in _EARLY and done % self._every) or self._apart:
             return
-        drift = self._compare(stepped=self._stepped)
+        drift = self._of_anybody(self._compare(stepped=self._stepped))
         if drift is None:
             return
         if not drift.rounding:
@@ -94,6 +95,20 @@ class DriftCheck:
         self._warn(
             f"hecate: after {done} training forwards {drift.text}\nSo little comes of ranks with other hardware"
         )
+
+    def _of_anybody(self, drift: Drift | None) -> Drift | None:
+        """Return the drift of other ranks of the model where these have none: all raise. A collective of groups."""
+        everyone = self._world.everyone
+        if everyone is self._world:
+            return drift
+        found = torch.tensor(drift is not None and not drift.rounding, dtype=torch.uint8, device="cpu")
+        found = found.to(everyone.control_device)
+        collectives.all_reduce(found, everyone, dist.ReduceOp.MAX)
+        if drift is None and found:
+            return Drift(
+                "ranks of other groups have other values of what they share with each other, as they say.", False
+            )
+        return drift
 
     def before_save(self) -> None:
         """Warn of differences, since a checkpoint has one rank's values. A collective."""

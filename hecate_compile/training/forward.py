@@ -242,6 +242,8 @@ def _dynamo_options(sharded: bool) -> dict[str, Any]:
     return {
         # Shards have a data-dependent length although they are parameters; see wrap/shard.py.
         "force_parameter_static_shapes": False,
+        # The same for stacks of experts in a list, which Dynamo reaches by way of their linear layers.
+        "force_nn_module_property_static_shapes": False,
         # Without it a checkpointed layer that appends to a list outside of it, such as the router logits that
         # transformers records, breaks the graph. Recomputing the layer does not append again.
         **({_SIDE_EFFECTS: True} if hasattr(dynamo_config, _SIDE_EFFECTS) else {}),

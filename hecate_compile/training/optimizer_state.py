@@ -58,10 +58,11 @@ _own_add_param_group = Optimizer.add_param_group
 @functools.wraps(_own_add_param_group)
 def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
     _own_add_param_group(self, param_group)
-    # Adagrad and its kin have state from the start, and owners may change before their first step.
+    # Adagrad and its kin have state from the start, and owners may change before their first step. A group that comes
+    # from another optimizer has that one's note.
     group = self.param_groups[-1]
     world = _world_of(group)
-    if world is not None and _NOTE not in group:
+    if world is not None:
         group[_NOTE] = _as_text(world, _layers_in(group))
 
 
@@ -154,7 +155,7 @@ def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
 
 
 def world_of(optimizer: Optimizer) -> World | None:
-    """Return the ranks over which parameters of ``optimizer`` are sharded; None if none are."""
+    """Return the group in which parameters of ``optimizer`` are sharded; None if none are, or it has one rank."""
     worlds = (_world_of(group) for group in optimizer.param_groups)
     return next((world for world in worlds if world is not None), None)
 
@@ -219,7 +220,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Told now, since the first save may be hours later.
         problem = state_that_cannot_be_saved(optimizer)
         if problem is not None:
-            warn_together(f"hecate: {problem}", world.rank, stacklevel=3)
+            warn_together(f"hecate: {problem}", world.everyone.rank, stacklevel=3)
 
 
 def _show_whole(optimizer: Optimizer) -> None:
@@ -288,9 +289,10 @@ def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> No
     """Refuse state that is not this rank's own: ranks have other experts and rows."""
     noted = json.loads(group[_NOTE])
     if (noted["rank"], noted["ranks"]) != (world.rank, world.size):
+        where = "" if world.everyone is world else " in its group"
         raise RuntimeError(
             f"hecate: {type(optimizer).__name__} has the state of rank {noted['rank']} of {noted['ranks']}, and this "
-            f"is rank {world.rank} of {world.size}. Each rank has the state of its own experts and rows: save "
+            f"is rank {world.rank} of {world.size}{where}. Each rank has the state of its own experts and rows: save "
             "optimizer.state_dict() on every rank, in a file of its own, and load it on the same rank."
         )
 

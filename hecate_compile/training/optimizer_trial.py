@@ -84,7 +84,7 @@ def refuse_unfit(optimizer: Optimizer, world: World, args: tuple[Any, ...], kwar
             f"({problem or 'another rank has the reason'}). Each rank has a part of every expert parameter: if its "
             "step takes a norm, a mean or a product of a parameter or of all gradients, or random numbers, ranks "
             "compute with different ones. Look for such in its step; AdamW, Adam, SGD and Lion have none.",
-            world.rank,
+            world.everyone.rank,
             stacklevel=4,
         )
 

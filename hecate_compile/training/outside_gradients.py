@@ -180,6 +180,7 @@ class OutsideGradients:
         mine = any(
             number not in self._own_hooks
             for watched in self._watched.values()
+            if watched.record.holders is None
             for number in gradient_hooks(watched.parameter()) or ()
         )
         found = torch.tensor(mine, dtype=torch.uint8, device=sync.world.control_device)
@@ -234,33 +235,41 @@ class OutsideGradients:
 
     def _average_due(self) -> None:
         """Average, at the end of a backward, the gradients that may differ between ranks. A collective."""
-        due = self._local | self._unsure
+        due, came = self._local | self._unsure, self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
         if not due and not self._meets:
             return
+        world = self._sync.world
         if self._sync.in_python or not self._sync.in_graph:
-            self._average(self._used_anywhere(due))
+            everything = sorted(self._watched.values(), key=lambda watched: watched.record.id)
+            names = [watched.record.name for watched in everything]
+            agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
+            self._average(self._gradients_anywhere(everything, due))
             return
-        self._outside = True
         unsure = [due[id] for id in sorted(due)]
+        # What is dealt out to others is averaged here whenever it was left local.
+        outside = [watched for watched in unsure if watched.record.holders is None or watched in came.values()]
+        self._outside = self._outside or bool(outside)
         agree(
             [watched.record.name for watched in unsure],
             "which parameters get gradients from outside of the compiled forward",
             "What is computed outside of it must use the same parameters on every rank, also where the local "
             "batch has nothing for them.",
-            self._sync.world,
+            world,
         )
-        self._warn(unsure)
-        self._average([gradient for watched in unsure for gradient in _gradients_of(watched)])
+        self._warn(outside)
+        for watched in unsure:
+            _require_gradient(watched)
+        if all(watched.record.holders is None for watched in unsure):
+            self._average([p.grad for w in unsure for p in w.holders if p.grad is not None])
+        else:
+            self._average(self._gradients_anywhere(unsure, due))
 
-    def _used_anywhere(self, due: dict[int, _Watched]) -> list[Tensor]:
+    def _gradients_anywhere(self, watched: Sequence[_Watched], due: dict[int, _Watched]) -> list[Tensor]:
         """Return the gradients of parameters that got one on any rank; where one got none it gets zeros."""
-        everything = sorted(self._watched.values(), key=lambda watched: watched.record.id)
-        names = [watched.record.name for watched in everything]
         world = self._sync.world
-        agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
         # torch.autograd.grad calls the hooks too, and leaves no .grad.
-        holders = [(watched.record.id in due, holder) for watched in everything for holder in watched.holders]
+        holders = [(one.record.id in due, holder) for one in watched for holder in one.holders]
         mine = [is_due and holder.grad is not None for is_due, holder in holders]
         used = torch.tensor(mine, dtype=torch.uint8, device="cpu").to(world.device)
         collectives.all_reduce(used, world, op=ReduceOp.MAX)
@@ -299,13 +308,12 @@ class OutsideGradients:
         )
 
 
-def _gradients_of(watched: _Watched) -> list[Tensor]:
+def _require_gradient(watched: _Watched) -> None:
     if watched.record.holders is None and any(holder.grad is None for holder in watched.holders):
         raise RuntimeError(
             f"hecate: {watched.record.name} has no gradient when its backward ends: something stepped or cleared it "
             "inside the backward, before what came from outside of the compiled forward was averaged. Step after it."
         )
-    return [holder.grad for holder in watched.holders if holder.grad is not None]
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -156,7 +156,9 @@ class Clock:
 
     def link_seconds(self, start: Node, wait: Node) -> float:
         """Return the seconds of a collective with nothing else on the link."""
-        return self.sent_bytes(start, wait) / self.context.link_bytes
+        between = _started_by(start).carries == "bucket"
+        link = self.context.link_bytes_between_groups if between else self.context.link_bytes
+        return self.sent_bytes(start, wait) / link
 
     def sent_bytes(self, start: Node, wait: Node) -> float:
         """Return the bytes of a collective on this rank's link."""

@@ -40,7 +40,7 @@ def order_collectives(gm: GraphModule, context: PassContext) -> Outcome:
         *args, _, _ = one.start.args
         behind = seconds[position[one.wait]] - seconds[position[one.start]]
         sent = clock.sent_bytes(one.start, one.wait)
-        note = write_note(one.start, context, sent / context.link_bytes, behind, sent)
+        note = write_note(one.start, context, clock.link_seconds(one.start, one.wait), behind, sent)
         one.start.args = (*args, [before] if before is not None else [], note)
         if one.collective.carries == "counts":
             *args, _ = one.wait.args

@@ -57,8 +57,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
     # Step 1: waits stand before their first use. Without room for anything under way, only exchanges move.
     if budget == 0:
         collectives = [one for one in collectives if one.role == "exchange"]
-    next_of = _chains(collectives)
-    tails = _tails(collectives, next_of)
+    tails, next_of = _tails(collectives)
     for one in collectives:
         if one.role != "reduce" or one.wait not in tails:
             plan.sink(one)
@@ -85,32 +84,27 @@ def _two_layers(sizes: dict[InFlight, int]) -> int:
     return 2 * max(experts or sizes.values(), default=0)
 
 
-def _chains(collectives: Sequence[InFlight]) -> dict[InFlight, InFlight]:
-    """Return the reduce that sends on the results of another one, by that one."""
-    reduces = {one.start: one for one in collectives if one.role == "reduce"}
-    chains = {}
-    for one in reduces.values():
-        after = closure_forward([one.wait])
-        starts = [node for node in after if start_of(node.target) is not None]
-        if len(starts) == 1 and starts[0] in reduces:
-            chains[one] = reduces[starts[0]]
-    return chains
-
-
-def _tails(collectives: Sequence[InFlight], next_of: dict[InFlight, InFlight]) -> dict[Node, set[Node]]:
+def _tails(
+    collectives: Sequence[InFlight],
+) -> tuple[dict[Node, set[Node]], dict[InFlight, list[InFlight]]]:
     """Return the waits for gradients that only lead to the graph's results, and the nodes after each.
 
-    Of a chain these end where the next one starts.
+    Of a chain these end where the next ones start, which are returned, too: those that send on what arrives.
     """
+    reduces = {one.start: one for one in collectives if one.role == "reduce"}
     tails: dict[Node, set[Node]] = {}
-    for one in collectives:
-        if one.role == "reduce":
-            after = set(closure_forward([one.wait]))
-            if one in next_of:
-                after -= {next_of[one].start, *closure_forward([next_of[one].start])}
-            if not any(start_of(node.target) is not None or is_heavy(node) for node in after):
-                tails[one.wait] = {node for node in after if node.op != "output"}
-    return tails
+    next_of: dict[InFlight, list[InFlight]] = {}
+    # The last of a chain first.
+    for one in reversed(list(reduces.values())):
+        after = closure_forward([one.wait])
+        following = [reduces[node] for node in after if node in reduces]
+        if following and all(other.wait in tails for other in following):
+            starts = [other.start for other in following]
+            after -= {*starts, *closure_forward(starts)}
+            next_of[one] = following
+        if not any(start_of(node.target) is not None or is_heavy(node) for node in after):
+            tails[one.wait] = {node for node in after if node.op != "output"}
+    return tails, {one: following for one, following in next_of.items() if one.wait in tails}
 
 
 def _exchanges(collectives: Sequence[InFlight], plan: Plan) -> list[InFlight]:
@@ -189,22 +183,30 @@ def _send_gradients(
     gaps: Sequence[_Gap],
     plan: Plan,
     tails: dict[Node, set[Node]],
-    next_of: dict[InFlight, InFlight],
+    next_of: dict[InFlight, list[InFlight]],
     sizes: dict[InFlight, int],
     budget: int,
 ) -> None:
-    """Do rules 2 and 3: start gradients in gaps, and wait for them late."""
+    """Do rules 2 and 3: start gradients in gaps, and wait for them late.
+
+    Of a chain the first is not counted as under way: it is waited for one gap later.
+    """
+    waited: set[InFlight] = set()
     for turn, one in enumerate(sorted(reduces, key=lambda one: plan.key[one.start])):
-        firsts = [first for first in reduces if next_of.get(first) is one]
+        firsts = [first for first in reduces if one in next_of.get(first, ())]
         ready = max(plan.key[start] for start in (one.start, *(first.start for first in firsts)))
         left = [gap for gap in gaps if (gap.begin if firsts else gap.end) > ready]
-        if left and left[0].exchange is not None and _would_hold_up(one, ready, left[0].exchange, plan):
-            del left[0]
+        if left and left[0].exchange is not None:
+            since = max(ready, left[0].begin) if firsts else ready
+            if _would_hold_up(one, since, left[0].exchange, plan):
+                del left[0]
         begin = max(left[0].begin, ready) if left else Key(plan.end)
         phase = Phase.START_REDUCE if begin.phase is Phase.GAP else Phase.START_READY
         plan.key[one.start] = Key(begin.node, phase, 2 * turn + 1)
         for first in firsts:
-            _wait_at(first, Key(begin.node, phase, 2 * turn), plan, tails)
+            if first not in waited:
+                waited.add(first)
+                _wait_at(first, Key(begin.node, phase, 2 * turn), plan, tails)
     flying: list[InFlight] = []
     for one in sorted((one for one in reduces if one not in next_of), key=lambda one: plan.key[one.start]):
         start = plan.key[one.start]

@@ -63,7 +63,7 @@ def _measure(dtype: torch.dtype, topology: Topology, world: World) -> Rates:
         dtype=torch.float64,
         device=world.control_device,
     )
-    collectives.all_reduce(seconds, world.everyone, dist.ReduceOp.MAX)
+    collectives.all_reduce(seconds, world, dist.ReduceOp.MAX)
     compute, within, between, copy = seconds.tolist()
     most = max(map(len, topology.members))
     return Rates(

@@ -30,7 +30,7 @@ class World:
             would meet those of the model's code in another order on every rank.
         chosen: by the user's mesh.
         numbers: of its ranks among all that train the model, for messages; None for 0, 1, ...
-        everyone: all ranks that train the model; this world, if it is not ``among`` others.
+        among: all ranks that train the model; None for these.
         queue: of its jobs, one for each group and one for all that is between groups.
     """
 
@@ -40,21 +40,29 @@ class World:
     device: torch.device
     chosen: bool = False
     numbers: tuple[int, ...] | None = None
-    among: InitVar[World | None] = None
+    among: World | None = field(default=None, repr=False, compare=False)
     own_queue: InitVar[bool] = True
-    everyone: World = field(init=False, repr=False, compare=False)
     queue: CollectiveQueue = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self, among: World | None, own_queue: bool) -> None:
-        object.__setattr__(self, "everyone", among if among is not None else self)
-        if among is not None and not own_queue:
-            object.__setattr__(self, "queue", among.queue)
+    def __post_init__(self, own_queue: bool) -> None:
+        if self.among is not None and not own_queue:
+            object.__setattr__(self, "queue", self.among.queue)
             return
         lane = None
         if self.group is not None and self.device.type == "cuda" and not self.through_host:
             lane = StreamLane(self.device, wait=partial(wait_for_device, group=self.group))
-        main = among.queue if among is not None else None
+        main = self.among.queue if self.among is not None else None
         object.__setattr__(self, "queue", CollectiveQueue(self.device, lane=lane, beside=main))
+
+    @property
+    def everyone(self) -> World:
+        """All ranks that train the model."""
+        return self.among if self.among is not None else self
+
+    @property
+    def has_first(self) -> bool:
+        """Tell whether rank 0 of everyone is one of them; of groups, that of the first one."""
+        return self.numbers is None or self.numbers[0] == 0
 
     @property
     def connected(self) -> bool:
@@ -130,25 +138,20 @@ class Mesh:
     def groups(self) -> int:
         return self.twins.size
 
-    @property
-    def in_first(self) -> bool:
-        """Tell whether this rank's group has rank 0: of what all groups have, its ranks speak."""
-        return self.twins.rank == 0
-
 
 def find_mesh(
     mesh: DeviceMesh | None,
     device: torch.device,
     expert_group: int | Literal["auto"] | None = None,
     *,
-    experts: int = 1,
+    experts: int | None = None,
 ) -> Mesh:
     """Return the ranks of ``mesh``, or all that torchrun started, or this process alone, in groups.
 
     Args:
         mesh: of one dimension, or of two: along the second are the ranks of a group.
         expert_group: ranks of a group; None for those of the mesh, or for all; "auto" for :func:`best_group`.
-        experts: how many the layer with the fewest has.
+        experts: how many the layer with the fewest has; None if there are none.
 
     Raises:
         ValueError: the mesh has more dimensions, or ranks do not make whole groups; or as :func:`find_world`.
@@ -186,12 +189,12 @@ def find_mesh(
 _LARGEST_GROUP = 64
 
 
-def best_group(ranks: int, experts: int) -> int:
+def best_group(ranks: int, experts: int | None) -> int:
     """Return the ranks of the largest group that is worth it: whole nodes or part of one, an expert for each rank."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return max(
         size
-        for size in range(1, min(ranks, _LARGEST_GROUP, max(1, experts)) + 1)
+        for size in range(1, min(ranks, _LARGEST_GROUP, experts or ranks) + 1)
         if ranks % size == 0 and (size % local == 0 or local % size == 0)
     )
 

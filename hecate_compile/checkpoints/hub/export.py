@@ -199,7 +199,7 @@ def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
     if shard is None or shard.world.group is None:
         return here.cpu() if first else None
     world = shard.world
-    if world.numbers is not None and world.numbers[0] > 0:
+    if not world.has_first:
         # Another group has the same.
         return None
     if isinstance(shard, DenseShard):
