@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -31,7 +31,7 @@ class World:
         chosen: by the user's mesh.
         numbers: of its ranks among all that train the model, for messages; None for 0, 1, ...
         among: all ranks that train the model; None for these.
-        queue: of its jobs, one for each group and one for all that is between groups.
+        queue: of its jobs: its own, or that of ``among``. A model has one for its group, one for all between groups.
     """
 
     rank: int
@@ -41,11 +41,11 @@ class World:
     chosen: bool = False
     numbers: tuple[int, ...] | None = None
     among: World | None = field(default=None, repr=False, compare=False)
-    own_queue: InitVar[bool] = True
+    own_queue: bool = field(default=True, repr=False, compare=False)
     queue: CollectiveQueue = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self, own_queue: bool) -> None:
-        if self.among is not None and not own_queue:
+    def __post_init__(self) -> None:
+        if self.among is not None and not self.own_queue:
             object.__setattr__(self, "queue", self.among.queue)
             return
         lane = None

@@ -41,6 +41,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import message_of, run_ranks
 
+pytestmark = pytest.mark.distributed
+
 _HERE = "tests.hecate_compile.test_groups"
 EXACT = 1e-5
 
