@@ -82,9 +82,9 @@ class DriftCheck:
             return
         done, self._forwards = self._forwards, self._forwards + 1
         self._stepped = self._stepped or self._stepped_apart()
-        if not done or (done not in _EARLY and done % self._every) or self._apart:
+        if not done or (done not in _EARLY and done % self._every):
             return
-        drift = self._of_anybody(self._compare(stepped=self._stepped))
+        drift = self._of_anybody(None if self._apart else self._compare(stepped=self._stepped))
         if drift is None:
             return
         if not drift.rounding:
@@ -101,13 +101,12 @@ class DriftCheck:
         everyone = self._world.everyone
         if everyone is self._world:
             return drift
-        found = torch.tensor(drift is not None and not drift.rounding, dtype=torch.uint8, device="cpu")
-        found = found.to(everyone.control_device)
+        mine = drift is not None and not drift.rounding
+        found = torch.tensor(mine, dtype=torch.uint8, device="cpu").to(everyone.control_device)
+        everyone.queue.drain()
         collectives.all_reduce(found, everyone, dist.ReduceOp.MAX)
-        if drift is None and found:
-            return Drift(
-                "ranks of other groups have other values of what they share with each other, as they say.", False
-            )
+        if found and not mine:
+            return Drift("other ranks differ in parameters that their groups share: their errors name them.", False)
         return drift
 
     def before_save(self) -> None:

@@ -207,6 +207,19 @@ def generated() -> bool:
     return torch.equal(ours, theirs)
 
 
+def drifted() -> str:
+    """What is said in the forward after a rank has changed an expert that its twin has, too."""
+    model = build("qwen3_moe", layers=1)
+    compiled_on_free_links(model, expert_group=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run_step(model, batch(0))
+    optimizer.step()
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "experts" in name).add_(1)
+    return message_of(lambda: run_step(model, batch(1)))
+
+
 def told(folder: Path) -> dict[str, Any]:
     """Counts of all ranks in stats and in a trace, and the loads of all groups in a monitor's files."""
     model = build("qwen3_moe")
@@ -298,6 +311,7 @@ def programs(folder: str) -> dict[str, Any]:
         "clipped": clipped(),
         "used again": used_again(),
         "generated": generated(),
+        "drifted": drifted(),
         "told": told(Path(folder)),
         "mesh": given_a_mesh(),
         "adapters": with_adapters(),
@@ -324,6 +338,15 @@ def test_the_norm_is_that_of_one_process_on_all_ranks(ran: Any) -> None:
 
 def test_gradients_of_shards_from_outside_of_the_forward_are_averaged_over_groups(ran: Any) -> None:
     assert ran[0][0]["used again"] < EXACT
+
+
+def test_shards_that_have_drifted_are_told_on_all_ranks(ran: Any) -> None:
+    said = [one["drifted"] for one in ran[0]]
+    assert all(text.startswith("DisagreementError: hecate: after 1 training forwards") for text in said), said
+    for rank in (1, 3):
+        assert "mlp.experts" in said[rank] and "of rank 3 is off rank 1's" in said[rank]
+    for rank in (0, 2):
+        assert "their errors name them" in said[rank]
 
 
 def test_texts_may_end_at_other_steps_in_each_group(ran: Any) -> None:
