@@ -31,7 +31,8 @@ from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.world import Mesh, find_mesh, find_topology
+from hecate.runtime.comm.mesh import Mesh, find_mesh
+from hecate.runtime.comm.world import find_topology
 from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Carrier, Layer

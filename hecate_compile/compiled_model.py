@@ -9,7 +9,8 @@ from torch import nn
 
 from hecate.config import Config
 from hecate.graph.backend import Backend
-from hecate.runtime.comm.world import Mesh, World
+from hecate.runtime.comm.mesh import Mesh
+from hecate.runtime.comm.world import World
 from hecate.runtime.ops.gradients import GradientSync
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Layer

@@ -17,7 +17,8 @@ from hecate.compiled_model import compiled_model_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.history import doing
-from hecate.runtime.comm.world import Mesh, World
+from hecate.runtime.comm.mesh import Mesh
+from hecate.runtime.comm.world import World
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hecate.reports.tables import as_text
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.world import Mesh
+from hecate.runtime.comm.mesh import Mesh
 from hecate.runtime.state.layer import Layer
 
 

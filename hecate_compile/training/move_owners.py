@@ -20,8 +20,8 @@ from torch.optim.optimizer import Optimizer
 from hecate.private import parameters_of, tree_leaves
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree, gather_json
+from hecate.runtime.comm.mesh import Mesh
 from hecate.runtime.comm.warn import warn_alone, warn_together
-from hecate.runtime.comm.world import Mesh
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.policy import LayerView
 from hecate.runtime.state.layer import Layer

@@ -11,7 +11,8 @@ import torch
 
 from hecate.private import parameters_of
 from hecate.runtime.comm import collectives
-from hecate.runtime.comm.world import Mesh, World
+from hecate.runtime.comm.mesh import Mesh
+from hecate.runtime.comm.world import World
 from hecate.runtime.placement.owners import Owners
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Carrier, Layer, add_layer

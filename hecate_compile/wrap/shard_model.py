@@ -12,8 +12,9 @@ from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, buffers_of, has_flat_weights, parameters_of, version_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import gather_json
+from hecate.runtime.comm.mesh import Mesh
 from hecate.runtime.comm.warn import warn_together
-from hecate.runtime.comm.world import Mesh, World
+from hecate.runtime.comm.world import World
 from hecate.runtime.one_sided.carrier import OneSided
 from hecate.runtime.ops.by_collectives import ByCollectives
 from hecate.runtime.ops.by_nodes import ByNodes

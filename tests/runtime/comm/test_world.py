@@ -10,16 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hecate.runtime.comm import world as world_module
-from hecate.runtime.comm.world import (
-    SINGLE,
-    World,
-    backend_for,
-    best_group,
-    find_topology,
-    find_world,
-    local_device,
-    name_of,
-)
+from hecate.runtime.comm.world import SINGLE, World, backend_for, find_topology, find_world, local_device, name_of
 from hecate.runtime.placement.topology import Topology
 from tests.support.ranks import run_ranks
 from tests.support.threads import on_threads
@@ -88,7 +79,7 @@ def test_the_models_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch)
     found: list[torch.device] = []
     mesh: Any = SimpleNamespace(ndim=1, get_group=lambda: None)
     monkeypatch.setattr(torch.accelerator, "set_device_index", found.append)
-    monkeypatch.setattr(world_module, "_world_of", lambda group, device, chosen: SINGLE)
+    monkeypatch.setattr(world_module, "world_of", lambda group, device, chosen: SINGLE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     find_world(None, torch.device("cuda", 1))
     find_world(mesh, torch.device("xpu", 2))
@@ -146,14 +137,3 @@ def _for_cpu(group: Any) -> str:
 @pytest.mark.distributed
 def test_a_model_on_the_cpu_runs_beside_a_gpu() -> None:
     assert run_ranks(beside_a_gpu, 2) == 2 * [["cpu:gloo", "cpu:gloo"]]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "experts", "best"),
-    [(256, 128, 64), (256, None, 64), (16, 8, 8), (24, 128, 24), (12, 5, 4), (1, 1, 1), (128, 6, 4)],
-)
-def test_a_group_is_of_whole_nodes_or_inside_one_with_an_expert_for_each_rank(
-    ranks: int, experts: int | None, best: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert best_group(ranks, experts) == best
