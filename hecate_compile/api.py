@@ -80,8 +80,8 @@ def capture(
             another stream.
 
     Raises:
-        ValueError: the model was not compiled, is not on a GPU, or exchanges rows by collectives; no kernel takes its
-            dtype, or there are none; or an input is on another device.
+        ValueError: the model was not compiled, is not on a GPU, exchanges rows by collectives, or is in several groups
+            of ranks; no kernel takes its dtype, or there are none; or an input is on another device.
         TypeError: ``forward`` returned something else than a scalar loss.
         RuntimeError: gradients are averaged on the host after a backward, because something outside of the compiled
             forward uses parameters.
@@ -89,7 +89,9 @@ def capture(
     state = compiled_model_of(model, "capture")
     device, alone = state.world.device, state.world.size == 1
     problem = ""
-    if not alone and not state.forward.between.carrier.counts_stay:
+    if state.mesh.groups > 1:
+        problem = "ranks are in several groups, which no step can be captured with yet"
+    elif not alone and not state.forward.between.carrier.counts_stay:
         problem = (
             'with transport="collectives" the host says in each layer how many rows come, and is not there when a '
             'CUDA graph is replayed. Use hecate.Config(transport="symmetric")'

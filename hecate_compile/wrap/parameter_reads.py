@@ -13,9 +13,7 @@ too, and its gradient is averaged over its twins. ``named_parameters()`` and the
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -33,8 +31,9 @@ from hecate.wrap.first_forward import agree_on_next
 from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
 from hecate.wrap.shard import cannot_be_copied, no_longer_the_shard, shard_of
-from hecate.wrap.stack_experts import ExpertStack, member_of
+from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
+from hecate.wrap.twin_records import TwinRecords
 from hecate.wrap.whole_runs import any_entered, read_whole
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
@@ -76,7 +75,7 @@ def install_reads(
     """
     hear_graph_breaks()
     checked: set[int] = set()
-    shared = _Twins(twins)
+    shared = TwinRecords(twins)
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         if (member := member_of(module)) is not None:
@@ -101,32 +100,6 @@ def install_reads(
         if readers:
             _swap_class(module, readers)
     return install_replicated_reads(model, sync, step, param_dtype), tuple(shared.records.values())
-
-
-class _Twins:
-    """The records of shards that other groups have, too, by the identity of their parameters."""
-
-    def __init__(self, sync: GradientSync) -> None:
-        self._sync, self.records = sync, dict[int, ReplicatedParameter]()
-
-    def number(self, module: nn.Module, key: str, layer: int | None = None) -> int | None:
-        """Return the number of a shard's record, to be averaged with those of the ``layer``; None in one group."""
-        if self._sync.world.group is None:
-            return None
-        parameter = parameters_of(module)[key]
-        shard = shard_of(parameter)
-        assert parameter is not None and shard is not None
-        if id(parameter) not in self.records:
-            holders = partial(_members, weakref.ref(module), key) if isinstance(module, ExpertStack) else None
-            self.records[id(parameter)] = add_replicated(
-                module, key, self._sync, name=shard.name, layer=layer, holders=holders
-            )
-        return self.records[id(parameter)].id
-
-
-def _members(stack: weakref.ref[ExpertStack], key: str) -> Sequence[torch.Tensor]:
-    here = stack()
-    return here.owned(key) if here is not None else ()
 
 
 def install_replicated_reads(

@@ -246,6 +246,7 @@ def given_a_mesh() -> dict[str, Any]:
         mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert")),
     )
     found: dict[str, Any] = {"error": step_and_compare(model, reference, batch(0)).gradient}
+    found["captured"] = message_of(lambda: hecate.capture(model, lambda ids: model(ids).logits.sum(), batch(0)))
     mesh = compiled_model_of(model, "test").mesh
     found["mine"] = [list(mesh.ranks), list(mesh.twins.numbers or ())]
     one_row = hecate.compile(
@@ -394,6 +395,7 @@ def test_a_mesh_of_two_dimensions_makes_groups_of_its_rows(ran: Any) -> None:
     found = [one["mesh"] for one in ran[0]]
     assert found[0]["error"] < EXACT
     assert [one["mine"] for one in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert "ranks are in several groups" in found[0]["captured"]
     assert found[0]["one row"] == found[0]["auto"] == 1
     uneven, other, many, nodes, symmetric = found[0]["refused"]
     assert "expert_group=3) does not divide the 4 ranks" in uneven
