@@ -80,8 +80,8 @@ def capture(
             another stream.
 
     Raises:
-        ValueError: the model was not compiled, is not on a GPU, exchanges rows by collectives, or is in several groups
-            of ranks; no kernel takes its dtype, or there are none; or an input is on another device.
+        ValueError: the model was not compiled, is not on a GPU, exchanges rows by collectives, or is in several
+            groups of ranks; no kernel takes its dtype, or there are none; or an input is on another device.
         TypeError: ``forward`` returned something else than a scalar loss.
         RuntimeError: gradients are averaged on the host after a backward, because something outside of the compiled
             forward uses parameters.
