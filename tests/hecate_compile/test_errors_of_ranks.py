@@ -157,10 +157,10 @@ def test_parameters_that_are_several_tensors_in_one() -> None:
         assert "quantize the weights afterwards" in experts and "quantize the weights afterwards" in dense
 
 
-def two_dimensional_mesh() -> list[str]:
+def mesh_of_many_dimensions() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "tp", "dp"))
     model = build("plain", layers=1, experts=4)
     refused = message_of(lambda: hecate.compile(model, EAGER, mesh=mesh))
     hecate.compile(model, EAGER, mesh=mesh["dp"])
@@ -169,9 +169,9 @@ def two_dimensional_mesh() -> list[str]:
 
 
 @pytest.mark.distributed
-def test_mesh_of_two_dimensions() -> None:
-    for refused, shape in run_ranks(f"{_HERE}:two_dimensional_mesh", 2):
-        assert "mesh has 2 dimensions" in refused and "mesh['dp']" in refused
+def test_mesh_of_many_dimensions() -> None:
+    for refused, shape in run_ranks(f"{_HERE}:mesh_of_many_dimensions", 2):
+        assert "mesh has 3 dimensions" in refused and "mesh['dp']" in refused
         assert shape == "[2, 32, 16]"
 
 
