@@ -77,6 +77,10 @@ class Stats:
         return as_text(table)
 
 
+# Numbers of a layer that each rank tells, before its rows by expert.
+_OWN = 5
+
+
 def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
     """Gather the last step's counts. A collective: all ranks call it together."""
     world, found, mine = mesh.everyone, [], [torch.zeros(0, dtype=torch.int64, device="cpu")]
@@ -86,21 +90,23 @@ def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
         assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
         rows = layer.rows if mesh.group.size > 1 else int(per_expert.sum())
-        own = [rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas]
+        own = (rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas)
+        assert len(own) == _OWN
         mine += [torch.tensor(own, device="cpu"), per_expert]
     told = collectives.all_gather_even(torch.cat(mine).to(world.control_device), world).cpu()
-    for layer, of_ranks in zip(seen, told.split([5 + layer.num_experts for layer in seen], 1), strict=True):
+    for layer, of_ranks in zip(seen, told.split([_OWN + layer.num_experts for layer in seen], 1), strict=True):
         # Ranks of a group know the same of its experts, and groups follow one another.
         of_groups = of_ranks[:: mesh.group.size].sum(0).tolist()
+        replicas, expert_rows = of_groups[_OWN - 1], of_groups[_OWN:]
         rows_of, sent, crossed, experts_sent, *_ = of_ranks.t().tolist()
         found.append(
             LayerStats(
                 name=layer.name,
                 rows=tuple(rows_of),
-                expert_rows=tuple(of_groups[5:]),
+                expert_rows=tuple(expert_rows),
                 bytes_sent=tuple(sent),
                 node_bytes_sent=tuple(crossed),
-                replicas=of_groups[4],
+                replicas=replicas,
                 expert_bytes_sent=tuple(experts_sent),
             )
         )

@@ -10,7 +10,7 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,21 +49,27 @@ def watch_optimizers() -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]  # That is what is done here.
+        # No hook tells that an optimizer is made.
+        of_all: Any = Optimizer
+        of_all.add_param_group = _noting(Optimizer.add_param_group)
 
 
-_own_add_param_group = Optimizer.add_param_group
+def _noting(add: Callable[[Optimizer, dict[str, Any]], None]) -> Callable[[Optimizer, dict[str, Any]], None]:
+    """Return what adds a parameter group as ``add`` does, and notes the owners of its experts.
 
+    Adagrad and its kin have state from the start, and owners may change before their first step.
+    """
 
-@functools.wraps(_own_add_param_group)
-def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-    _own_add_param_group(self, param_group)
-    # Adagrad and its kin have state from the start, and owners may change before their first step. A group that comes
-    # from another optimizer has that one's note.
-    group = self.param_groups[-1]
-    world = _world_of(group)
-    if world is not None:
-        group[_NOTE] = _as_text(world, _layers_in(group))
+    @functools.wraps(add)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        # One that comes from another optimizer has that one's note.
+        group = self.param_groups[-1]
+        world = _world_of(group)
+        if world is not None:
+            group[_NOTE] = _as_text(world, _layers_in(group))
+
+    return add_param_group
 
 
 def state_that_cannot_move(layers: Collection[int]) -> list[str]:

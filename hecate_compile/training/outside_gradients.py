@@ -235,7 +235,7 @@ class OutsideGradients:
 
     def _average_due(self) -> None:
         """Average, at the end of a backward, the gradients that may differ between ranks. A collective."""
-        due, came = self._local | self._unsure, self._unsure
+        due, unsure = self._local | self._unsure, self._unsure
         self._local, self._unsure, self._queued = {}, {}, False
         if not due and not self._meets:
             return
@@ -246,24 +246,25 @@ class OutsideGradients:
             agree(names, "which parameters are trained", "Freeze and add the same ones on every rank.", world)
             self._average(self._gradients_anywhere(everything, due))
             return
-        unsure = [due[id] for id in sorted(due)]
-        # What is dealt out to others is averaged here whenever it was left local.
-        outside = [watched for watched in unsure if watched.record.holders is None or watched in came.values()]
+        here = [due[id] for id in sorted(due)]
+        # What is dealt out to others is averaged here whenever it was left local, and comes from the graph.
+        outside = [watched for watched in here if watched.record.holders is None or watched.record.id in unsure]
         self._outside = self._outside or bool(outside)
         agree(
-            [watched.record.name for watched in unsure],
+            [watched.record.name for watched in here],
             "which parameters get gradients from outside of the compiled forward",
             "What is computed outside of it must use the same parameters on every rank, also where the local "
             "batch has nothing for them.",
             world,
         )
         self._warn(outside)
-        for watched in unsure:
+        for watched in here:
             _require_gradient(watched)
-        if all(watched.record.holders is None for watched in unsure):
-            self._average([p.grad for w in unsure for p in w.holders if p.grad is not None])
+        if all(watched.record.holders is None for watched in here):
+            self._average([p.grad for watched in here for p in watched.holders if p.grad is not None])
         else:
-            self._average(self._gradients_anywhere(unsure, due))
+            # The experts that have one may be others on each rank.
+            self._average(self._gradients_anywhere(here, due))
 
     def _gradients_anywhere(self, watched: Sequence[_Watched], due: dict[int, _Watched]) -> list[Tensor]:
         """Return the gradients of parameters that got one on any rank; where one got none it gets zeros."""

@@ -1,4 +1,4 @@
-"""Groups of ranks; whole models in them are in tests/hecate_compile/test_groups.py."""
+"""Groups of ranks; whole models in them are in tests/hecate_compile/groups."""
 
 from __future__ import annotations
 

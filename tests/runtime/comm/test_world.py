@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,3 +139,15 @@ def _for_cpu(group: Any) -> str:
 @pytest.mark.distributed
 def test_a_model_on_the_cpu_runs_beside_a_gpu() -> None:
     assert run_ranks(beside_a_gpu, 2) == 2 * [["cpu:gloo", "cpu:gloo"]]
+
+
+def test_a_world_is_gone_with_its_last_reference() -> None:
+    """Its queue's thread ends then, and not whenever garbage is collected."""
+    gc.disable()
+    try:
+        world = World(rank=0, size=1, group=None, device=torch.device("cpu"))
+        queue = weakref.ref(world.queue)
+        del world
+        assert queue() is None
+    finally:
+        gc.enable()

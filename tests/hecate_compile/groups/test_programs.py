@@ -1,11 +1,7 @@
-"""Groups of ranks: experts are sharded inside each, and averaged over them."""
+"""What programs do in groups of ranks besides: accumulation, norms, reports, adapters, the Trainer."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hecate
@@ -21,15 +16,11 @@ from hecate.compiled_model import compiled_model_of
 from hecate.reports.run_data import load_run
 from hecate.runtime.placement.topology import Topology
 from hecate.simulator.workloads import load_trace
-from hecate.training.digest import digest
-from hecate.wrap.shard import shard_of
+from tests.hecate_compile.groups.models import EXACT, built
 from tests.hecate_compile.integrations.test_peft import adapted
 from tests.hecate_compile.integrations.test_trainer import difference, logs_of, trainer_of
 from tests.hecate_compile.test_mixed_precision import mixed_precision
-from tests.hecate_compile.wrap.test_own_parameters import ChoosyMoE, leave_out
-from tests.hecate_compile.wrap.test_stack_experts import small
-from tests.hecate_compile.wrap.untraced_models import RejectingModel
-from tests.support.adversaries import Anything
+from tests.hecate_compile.wrap.test_own_parameters import leave_out
 from tests.support.models import batch, build
 from tests.support.parity import (
     clear_gradients,
@@ -43,93 +34,7 @@ from tests.support.ranks import message_of, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-_HERE = "tests.hecate_compile.test_groups"
-EXACT = 1e-5
-
-
-def _differ_by_rank(model: nn.Module) -> nn.Module:
-    """Other weights on every rank but the first, whose weights win."""
-    if int(os.environ["RANK"]):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-    return model
-
-
-# --- against one process: four ranks in one launch ---
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "replicas": ("qwen3_moe", {"replicas": 2}),
-    "sharded dense": ("qwen3_moe", {"replicas": 2, "dense": "shard"}),
-    "static": ("qwen3_moe", {"policy": "static"}),
-    "gather": ("qwen3_moe", {"policy": "gather", "dense": "shard"}),
-    "any placement, and owners move": ("qwen3_moe", {"policy": "anything", "dense": "shard"}),
-    "a list, and owners move": ("list", {"policy": "anything"}),
-    "layers in Python": ("rejecting", {"policy": "static"}),
-    "groups of one": ("qwen3_moe", {"expert_group": 1, "dense": "shard"}),
-    "two nodes": ("qwen3_moe", {"replicas": 2, "topology": Topology((0, 0, 1, 1))}),
-    "a node in two groups": ("qwen3_moe", {"replicas": 2, "topology": Topology((0, 0, 0, 0))}),
-}
-
-
-def _built(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    made = {"rejecting": RejectingModel, "list": small, "choosy": lambda: small(ChoosyMoE, layers=1)}
-    return made[family]() if family in made else build(family)
-
-
-def trained(name: str) -> dict[str, Any]:
-    """Three steps of a model in groups against one process: loss and gradients, and the parameters afterwards."""
-    family, options = CASES[name]
-    if options.get("policy") == "anything":
-        # Groups have other placements, and would have other owners.
-        policy = Anything(reshard_every=1)
-        policy._random.seed(int(os.environ["RANK"]) // 2)
-        options = options | {"policy": policy}
-    reference, model = _built(family), _differ_by_rank(_built(family))
-    compiled_on_free_links(model, **({"expert_group": 2} | options))
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
-    found = []
-    for step in range(4):
-        difference = step_and_compare(model, reference, batch(step))
-        found.append(max(difference.loss, difference.gradient))
-        ours.step()
-        theirs.step()
-    state = compiled_model_of(model, "test")
-    mesh = state.mesh
-    return {
-        "errors": found,
-        "state": state_error(model.state_dict(), reference.state_dict()),
-        "graphs": len(hecate.explain(model).graphs),
-        "sizes": [mesh.everyone.size, mesh.group.size, mesh.twins.size],
-        "nodes": state.placer.topology.num_nodes,
-        "moves": len(state.owner_mover.moves),
-        "head": str(hecate.explain(model)).splitlines()[0],
-    }
-
-
-def all_trained() -> dict[str, dict[str, Any]]:
-    return {name: trained(name) for name in CASES}
-
-
-@cache
-def _all_trained() -> dict[str, dict[str, Any]]:
-    return run_ranks(f"{_HERE}:all_trained", 4, timeout=600)[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_groups_train_as_one_process_does(name: str) -> None:
-    found = _all_trained()[name]
-    assert max(found["errors"]) < EXACT and found["state"] < EXACT, found
-    assert found["graphs"] == 1 or name == "layers in Python"
-    size = CASES[name][1].get("expert_group", 2)
-    assert found["sizes"] == [4, size, 4 // size]
-    assert f"rank 0 of 4: {4 // size} groups of {size}" in found["head"]
-    assert found["nodes"] == 1
-    assert found["moves"] == (3 if "owners move" in name else 0)
-
-
-# --- what programs do besides, in another launch ---
+_HERE = "tests.hecate_compile.groups.test_programs"
 
 
 def accumulated() -> dict[str, float]:
@@ -146,16 +51,17 @@ def accumulated() -> dict[str, float]:
         ("choosy", {"policy": "static", "expert_group": 1}),
     ]
     for family, options in kinds:
-        reference, model = _built(family), _built(family)
+        reference, model = built(family, layers=1), built(family, layers=1)
         compiled_on_free_links(model, **({"expert_group": 2} | options))
         for turn in range(2):
             clear_gradients(model, reference)
-            few = 4 if family == "choosy" else 12
+            # So few tokens that groups leave different experts out.
+            few = {"rows": 4, "length": 2} if family == "choosy" else {}
             with model.no_sync():
-                first = run_step(model, batch(2 * turn, rows=few, length=2 if few == 4 else 16))
-            run_step(model, batch(2 * turn + 1, rows=few, length=2 if few == 4 else 16))
+                first = run_step(model, batch(2 * turn, **few))
+            run_step(model, batch(2 * turn + 1, **few))
             for step in (2 * turn, 2 * turn + 1):
-                ids = batch(step, rows=few, length=2 if few == 4 else 16)
+                ids = batch(step, **few)
                 loss = reference(input_ids=ids, labels=ids)["loss"]
                 loss.backward()
                 if step % 2 == 0:
@@ -403,105 +309,3 @@ def test_a_mesh_of_two_dimensions_makes_groups_of_its_rows(ran: Any) -> None:
     assert "expected one, or two" in many
     assert 'transport="symmetric" needs all ranks in one group' in symmetric
     assert nodes.startswith("DisagreementError") and "groups must lie in nodes alike" in nodes
-
-
-# --- twins stay equal, through checkpoints between all kinds of groups ---
-
-
-def _differing(model: nn.Module) -> int:
-    """Tensors whose bits differ between ranks that should have the same, gradients and all."""
-    mesh, differing = compiled_model_of(model, "test").mesh, 0
-    for parameter in model.parameters():
-        world = mesh.everyone if shard_of(parameter) is None else mesh.twins
-        for tensor in (parameter, parameter.grad):
-            mine = None if tensor is None else (int(digest(tensor)), tensor.shape)
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, mine)
-            differing += len({told[rank] for rank in world.numbers or range(world.size)}) != 1
-    return differing
-
-
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Numbers of the whole model that no two models share."""
-    with torch.no_grad():
-        return [float((p.double() ** 2).sum()) for p in model.state_dict().values()]
-
-
-def stage(directory: str, group: int | None, steps: int, first: bool) -> dict[str, Any]:
-    """Load what the last stage saved, train on, with owners that move, and save."""
-    model = build("qwen3_moe")
-    policy = Anything(reshard_every=10)
-    policy._random.seed(int(os.environ.get("RANK", 0)) // (group or 8))
-    compiled_on_free_links(model, expert_group=group, policy=policy, dense="shard")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    at = 0 if first else hecate.load(directory, model, optimizer).step
-    loaded = _digest(model, optimizer)
-    torch.manual_seed(int(os.environ.get("RANK", 0)))
-    for _ in range(steps):
-        # Every rank has data of its own.
-        ids = torch.randint(0, 96, (2, 16))
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids)["loss"].backward()
-        hecate.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-    hecate.save(directory, model, optimizer, step=at + steps)
-    return {
-        "loaded": loaded,
-        "saved": _digest(model, optimizer),
-        "moves": len(compiled_model_of(model, "test").owner_mover.moves),
-        "differing": _differing(model) if dist.is_initialized() else 0,
-    }
-
-
-def test_twins_are_equal_to_the_bit_and_checkpoints_go_between_all_groups(tmp_path: Path) -> None:
-    stages = [(4, 2, 31), (4, None, 2), (2, 1, 2), (1, None, 2), (4, 2, 2)]
-    found = [
-        run_ranks(
-            f"{_HERE}:stage", ranks, timeout=300, directory=str(tmp_path), group=group, steps=steps, first=not number
-        )[0]
-        for number, (ranks, group, steps) in enumerate(stages)
-    ]
-    assert found[0]["moves"] == 3 and not any(one["differing"] for one in found)
-    for before, after in pairwise(found):
-        assert after["loaded"] == before["saved"]
-
-
-def went_on(directory: str) -> dict[str, Any]:
-    """Six steps without a stop, and three of them after a load, with the default policy."""
-
-    def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = build("qwen3_moe")
-        compiled_on_free_links(model, expert_group=2, reshard_every=2)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            clear_gradients(model)
-            run_step(model, batch(step))
-            optimizer.step()
-
-    model, optimizer = compiled()
-    train(model, optimizer, range(3))
-    hecate.save(directory, model, optimizer, step=3)
-    train(model, optimizer, range(3, 6))
-    again, other = compiled()
-    hecate.load(directory, again, other)
-    train(again, other, range(3, 6))
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    plans = [
-        [str(layer.placer.plan.current) for layer in compiled_model_of(one, "test").layers] for one in (model, again)
-    ]
-    with torch.no_grad():
-        if dist.get_rank() == 3:
-            next(p for name, p in model.named_parameters() if "experts" in name).add_(1)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        hecate.save(directory, model, optimizer, step=6)
-    return {"same": same, "plans": plans[0] == plans[1], "warned": [str(w.message) for w in warned]}
-
-
-def test_a_run_goes_on_bit_for_bit_and_a_save_names_shards_that_have_drifted(tmp_path: Path) -> None:
-    found = run_ranks(f"{_HERE}:went_on", 4, timeout=300, directory=str(tmp_path))
-    assert all(one["same"] and one["plans"] for one in found)
-    (told,) = (text for text in found[1]["warned"] if "hecate.save" in text)
-    assert "mlp.experts" in told and "of rank 3 is off rank 1's" in told
