@@ -19,7 +19,7 @@ from hecate.runtime.state.layer import Carrier, Layer, add_layer
 from hecate.runtime.state.placer import Placer
 from hecate.wrap.carry_over import ParameterSites
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.shard import Shard, as_parameter, shard_of
+from hecate.wrap.shard import Shard, as_parameter, shard_of, take_from_rank0
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def _shard_parameter(experts: ExpertsModule, key: str, layer: Layer, sites: Para
         else:
             # A move of owners makes contiguous shards, and other strides would be another graph.
             local = shard.slice(full.detach()).contiguous()
-        # The first group has rank 0, and each of its ranks tells its twins.
-        if layer.world.group is not None and mesh.twins.rank == 0:
+
+        def scatter() -> None:
             whole = shard.by_expert(full.detach()) if layer.world.rank == 0 else None
             collectives.scatter_shards(whole, shard.by_expert(local), layer.owners, layer.world)
-        if mesh.twins.group is not None:
-            collectives.broadcast(local, mesh.twins)
+
+        take_from_rank0(local, mesh, scatter)
     sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 

@@ -5,6 +5,7 @@ A shard is a plain ``nn.Parameter`` under the old name, with a record attached; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hecate.private import accumulation_hooks, gradient_hooks, mark_unbacked, set_hooks_of_tensor, swap_tensors
+from hecate.runtime.comm import collectives
+from hecate.runtime.comm.mesh import Mesh
 from hecate.runtime.comm.world import World
 
 # Advice where code changes what was gathered of a parameter in place, or a cast copy of it.
@@ -101,6 +104,18 @@ def as_parameter(local: torch.Tensor, shard: Shard, *, requires_grad: bool) -> n
         # This size changes when experts move, so graphs must not know it.
         mark_unbacked(parameter, 0)
     return parameter
+
+
+def take_from_rank0(local: torch.Tensor, mesh: Mesh, scatter: Callable[[], None]) -> None:
+    """Fill ``local``, this rank's part of a tensor, with rank 0's values; a collective.
+
+    Args:
+        scatter: fills it in the group that has rank 0. Each rank there tells its twins.
+    """
+    if mesh.group.group is not None and mesh.twins.rank == 0:
+        scatter()
+    if mesh.twins.group is not None:
+        collectives.broadcast(local, mesh.twins)
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, gradient: torch.Tensor | None) -> None:

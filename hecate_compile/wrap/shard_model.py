@@ -28,7 +28,7 @@ from hecate.wrap.expert_shards import shard_experts
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.full_state_dict import keep_lists_full, keep_state_dicts_full
 from hecate.wrap.lora_experts import save_adapters_by_old_names
-from hecate.wrap.shard import as_parameter, shard_of
+from hecate.wrap.shard import as_parameter, shard_of, take_from_rank0
 from hecate.wrap.stack_experts import split_stacks, stack_experts
 
 
@@ -127,16 +127,13 @@ class DenseSharding:
                 self._shard_parameter(f"{name}.{key}".lstrip("."), full)
 
     def _shard_parameter(self, name: str, full: nn.Parameter) -> None:
-        world, twins = self._mesh.group, self._mesh.twins
+        world = self._mesh.group
         shard = add_dense_shard(name, full.shape, self._sync)
         with torch.no_grad():
             local = torch.zeros(shard.shape, dtype=full.dtype, device=world.device)
             mine = local[: shard.counts[world.rank]]
-            # The first group has rank 0, and each of its ranks tells its twins.
-            if twins.rank == 0:
-                collectives.scatter_rows(full.detach() if world.rank == 0 else None, mine, shard.counts, world)
-            if twins.group is not None:
-                collectives.broadcast(local, twins)
+            whole = full.detach() if world.rank == 0 else None
+            take_from_rank0(local, self._mesh, lambda: collectives.scatter_rows(whole, mine, shard.counts, world))
         self._sites.replace(full, as_parameter(local, shard, requires_grad=full.requires_grad))
 
 
