@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
@@ -20,6 +21,7 @@ from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.comm.world import World, local_device
 from hecate.wrap.attention_config import AttentionConfig, attention_config
 from hecate.wrap.expert_shards import is_member_shard
+from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.shard import shard_of
 
 
@@ -39,7 +41,7 @@ def check_usable(model: nn.Module, config: Config) -> None:
             f"hecate.compile: the model is wrapped in {type(model).__name__}; pass the model inside, "
             "Hecate averages gradients itself"
         )
-    _check_whole(model)
+    _check_no_fsdp(model)
     for name in config.disable_passes:
         if name in REQUIRED:
             raise ValueError(f"hecate.Config: disable_passes names {name!r}; {REQUIRED[name]}")
@@ -50,8 +52,8 @@ def check_usable(model: nn.Module, config: Config) -> None:
     dump_options(config)
 
 
-def _check_whole(model: nn.Module) -> None:
-    """Refuse a model that FSDP2 or DTensor has split already: parts are no whole parameters, hooks break graphs."""
+def _check_no_fsdp(model: nn.Module) -> None:
+    """Refuse a model with hooks of FSDP2, which break graphs."""
     for name, module in model.named_modules():
         # By name: to import fully_shard takes a while, and only who has used it has such classes.
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
@@ -60,13 +62,36 @@ def _check_whole(model: nn.Module) -> None:
                 'hecate.Config(dense="shard") splits what is outside of the experts over ranks, rows as fully_shard '
                 "does"
             )
+
+
+def mesh_of_splits(model: nn.Module, experts: Sequence[ExpertsModule]) -> DeviceMesh | None:
+    """Return the mesh between whose ranks the model has split parameters (DTensors), as tensor parallelism does.
+
+    Raises RuntimeError for DTensors that Hecate does not take: those of experts, buffers, and such on several meshes.
+    """
+    of_experts = {id(parameter) for one in experts for parameter in one.module.parameters()}
+    found: DeviceMesh | None = None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor):
+            continue
+        what = f"hecate.compile: {name} is a DTensor, {tensor.placements} on {tensor.device_mesh}"
+        if not isinstance(tensor, nn.Parameter):
+            raise RuntimeError(f"{what}, and a buffer. Buffers must be plain tensors: rank 0's are sent to all ranks")
+        if id(tensor) in of_experts:
             raise RuntimeError(
-                f"hecate.compile: {name} is a DTensor, {tensor.placements} on {tensor.device_mesh}. Load the model "
-                'whole, without a plan for tensor parallelism (tp_plan); hecate.Config(dense="shard") splits what is '
-                "outside of the experts over ranks"
+                f"{what}, and one of experts, which Hecate splits itself. Leave experts out of the plan for tensor "
+                'parallelism: in a tp_plan of transformers give them and their parameters the style "replicate"'
             )
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            raise RuntimeError(f"{what}. Parameters must be replicated or sharded; a partial sum is none")
+        found = found if found is not None else tensor.device_mesh
+        if tensor.device_mesh.ndim != 1 or tensor.device_mesh != found:
+            raise RuntimeError(
+                f"{what}; expected a mesh of one dimension, the same for all parameters, {found} for those before. "
+                'Along the other dimensions Hecate itself trains, and hecate.Config(dense="shard") splits what is '
+                "outside of the experts"
+            )
+    return found
 
 
 def check_one_piece(model: nn.Module, world: World) -> None:
@@ -74,7 +99,7 @@ def check_one_piece(model: nn.Module, world: World) -> None:
     if world.size == 1:
         return
     for name, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
             kind = type(parameter.data)
             raise ValueError(
                 f"hecate.compile: {name} is a {kind.__module__}.{kind.__name__}, several tensors in one, which ranks "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from hecate.checks import (
     check_usable,
     describe_model,
     device_of,
+    mesh_of_splits,
     warn_float16,
     warn_single_rows,
 )
@@ -33,7 +35,7 @@ from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
 from hecate.runtime.comm.mesh import Mesh, find_mesh
 from hecate.runtime.comm.world import find_topology
-from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.ops.gradients import GradientSync, GradientSyncs, ReplicatedParameter
 from hecate.runtime.placement.topology import Topology
 from hecate.runtime.state.layer import Carrier, Layer
 from hecate.runtime.state.overlap_window import HiddenTime, can_measure
@@ -120,8 +122,7 @@ class _Sharded:
     nodes: Topology
     placer: Placer
     carrier: Carrier
-    sync: GradientSync
-    twins_sync: GradientSync
+    syncs: GradientSyncs
     step: CurrentStep
     replicated: tuple[ReplicatedParameter, ...]
     twins: tuple[ReplicatedParameter, ...]  # shards that other groups have, too
@@ -161,7 +162,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         passed_over=tuple(found.passed_over),
         layers=tuple(sharded.layers),
         nodes=sharded.nodes,
-        sync=sharded.sync,
+        sync=sharded.syncs.whole,
         backend=backend,
         placer=sharded.placer,
         owner_mover=owner_mover,
@@ -170,7 +171,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
         text_model=next((name for name, module in model.named_modules() if module is found.text_model), ""),
     ).attach(model)
     # Wrappers for data parallelism have a method of this name, which accelerate looks for.
-    model.__dict__["no_sync"] = no_sync(sharded.sync)
+    model.__dict__["no_sync"] = no_sync(sharded.syncs.whole)
     return model
 
 
@@ -188,7 +189,8 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         config = replace(config, policy="replicate")
     check_no_optimizer(model)
     fewest = min((found.num_experts for found in experts), default=None)
-    ranks = find_mesh(mesh, device_of(model, mesh), config.expert_group, experts=fewest)
+    split = mesh_of_splits(model, experts)
+    ranks = find_mesh(mesh, device_of(model, mesh), config.expert_group, experts=fewest, split=split)
     check_one_piece(model, ranks.everyone)
     shard_dense = config.dense == "shard" and ranks.group.size > 1
     agree(
@@ -251,8 +253,8 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         shard_dense=shard_dense,
         towers=towers,
     )
-    twins_sync = sync.among(found.mesh.twins)
-    replicated, twins = install_reads(model, sync, twins_sync, step, param_dtype)
+    syncs = GradientSyncs(whole=sync, split=sync.among(found.mesh.batch), shards=sync.among(found.mesh.twins))
+    replicated, twins = install_reads(model, syncs, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
         layer.wire_dtype = config.wire_dtype
@@ -261,8 +263,7 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         nodes=nodes,
         placer=placer,
         carrier=carrier,
-        sync=sync,
-        twins_sync=twins_sync,
+        syncs=syncs,
         step=step,
         replicated=replicated,
         twins=twins,
@@ -305,24 +306,28 @@ def _forward(
     owner_mover: OwnerMover,
 ) -> CompiledForward:
     """Return the callable that a call of the model runs."""
-    config, everyone, placer, sync = found.config, found.mesh.everyone, sharded.placer, sharded.sync
+    config, everyone, placer, syncs = found.config, found.mesh.everyone, sharded.placer, sharded.syncs
     in_graphs, sparse = config.policy != "replicate", config.attention is not None
-    # Whole parameters are averaged over everyone, and shards over twins.
-    watches = {id(one): OutsideGradients(one) for one in (sync, sharded.twins_sync)}
+    each = {id(one): one for one in (syncs.whole, syncs.split, syncs.shards)}
+    watches = {number: OutsideGradients(one) for number, one in each.items()}
     for record in (*sharded.replicated, *sharded.twins):
         watches[id(record.sync)].watch(record)
     outside_gradients = tuple(watches.values())
-    buffers = Buffers(model, sync, enabled=config.broadcast_buffers)
+    buffers = Buffers(model, syncs.whole, enabled=config.broadcast_buffers)
     additions = Additions(
         model,
         sharded.replicated,
-        sync=sync,
+        syncs=syncs,
         step=sharded.step,
         param_dtype=_param_dtype(config),
-        added=watches[id(sync)].watch,
+        added=lambda record: watches[id(record.sync)].watch(record),
         changed=buffers.find,
         changes=changes,
     )
+
+    def averaged_by(sync: GradientSync) -> list[ReplicatedParameter]:
+        return [record for record in (*additions.records, *sharded.twins) if record.sync is sync]
+
     shards = tuple(shard for p in model.parameters() if (shard := shard_of(p)) is not None)
     measures = config.rates is None and can_measure(placer, found.mesh.group)
     between = BetweenForwards(
@@ -335,13 +340,13 @@ def _forward(
         additions=additions,
         drift=tuple(
             DriftCheck(
-                records,
-                world,
+                partial(averaged_by, one),
+                one.world,
                 lambda: any(watch.stepped_apart for watch in outside_gradients),
                 every=config.compare_every,
                 in_forwards=in_graphs,
             )
-            for records, world in ((lambda: additions.records, everyone), (lambda: sharded.twins, found.mesh.twins))
+            for one in each.values()
         ),
         owner_mover=owner_mover,
         hidden_time=HiddenTime(placer, found.mesh.group) if measures else None,
@@ -360,8 +365,8 @@ def _forward(
         step=sharded.step,
         precision=config.mixed_precision,
         outside_gradients=outside_gradients,
-        same_batches=SameBatches(everyone, enabled=in_graphs),
-        whole_layers=WholeLayers(model, found.experts, sync, gathering),
+        same_batches=SameBatches(found.mesh.batch, enabled=in_graphs),
+        whole_layers=WholeLayers(model, found.experts, syncs.whole, gathering),
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,
     )

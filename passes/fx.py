@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from hecate.passes.base import Refused, Skip
-from hecate.private import FakeTensor, FakeTensorMode, OpOverloadPacket, schema_of
+from hecate.private import FakeTensor, FakeTensorMode, OpOverload, OpOverloadPacket, schema_of
 
 log = logging.getLogger("hecate")
 
@@ -67,6 +67,15 @@ def calls(node: Any, *targets: Any) -> bool:
 
 def is_getitem(node: Any) -> bool:
     return calls(node, operator.getitem)
+
+
+# Namespaces of torch's operators for collectives in graphs, as tensor parallelism has them.
+_FOREIGN = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
+
+
+def is_foreign_collective(node: Node) -> bool:
+    """Tell whether a node is a collective of the model's own, or the wait for one."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in _FOREIGN
 
 
 def closure_forward(starts: Iterable[Node], *, until: Node | None = None) -> set[Node]:

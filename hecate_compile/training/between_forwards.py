@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.world import World
-from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter
+from hecate.runtime.ops.gradients import GradientSyncs, ReplicatedParameter
 from hecate.runtime.state.layer import Carrier
 from hecate.runtime.state.overlap_window import HiddenTime
 from hecate.runtime.state.step_mode import CurrentStep, StepMode
@@ -35,7 +35,7 @@ class Additions:
         model: nn.Module,
         replicated: Sequence[ReplicatedParameter],
         *,
-        sync: GradientSync,
+        syncs: GradientSyncs,
         step: CurrentStep,
         param_dtype: torch.dtype | None,
         added: Callable[[ReplicatedParameter], None],
@@ -44,7 +44,7 @@ class Additions:
     ) -> None:
         # Weak: the model holds this.
         self._model = weakref.ref(model)
-        self._sync, self._step, self._param_dtype = sync, step, param_dtype
+        self._syncs, self._step, self._param_dtype = syncs, step, param_dtype
         self._added, self._changed = added, changed
         self._records = list(replicated)
         self._changes, self._seen = changes, -1
@@ -72,7 +72,7 @@ class Additions:
             self._remember(model)
             return
         # Remembered only after ranks agree: otherwise this forward raises, and so does the next.
-        world = self._sync.world
+        world = self._syncs.whole.world
         agree(
             [f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in new.items()],
             "the parameters that were added after hecate.compile",
@@ -81,8 +81,8 @@ class Additions:
         )
         with torch.no_grad():
             for parameter in new.values():
-                collectives.broadcast(parameter.detach(), world)
-        added = install_replicated_reads(model, self._sync, self._step, self._param_dtype)
+                collectives.broadcast(collectives.part_of(parameter.detach()), self._syncs.of(parameter).world)
+        added = install_replicated_reads(model, self._syncs, self._step, self._param_dtype)
         self._records = [record for record in self._records if record.exists]
         replaced = [record for record in self._records if any(record.parameter is p for p in new.values())]
         self._records += added

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from hecate.private import TOTAL_NORM, UNSCALE
@@ -42,8 +44,8 @@ def _total_norm(
     worlds = worlds_of_gradients()
     owned = [tensor for tensor in tensors if id(tensor) in worlds]
     if not owned:
-        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    whole = _local_norm([tensor for tensor in tensors if id(tensor) not in worlds], norm_type, False, foreach)
+        return _whole_norm(tensors, float(norm_type), foreach, error_if_nonfinite)
+    whole = _whole_norm([tensor for tensor in tensors if id(tensor) not in worlds], float(norm_type), foreach)
     with doing("clip_grad_norm_"), torch.no_grad():
         norm = _with_owned(whole, owned, float(norm_type), worlds[id(owned[0])], foreach)
     if error_if_nonfinite:
@@ -88,13 +90,14 @@ def clip_grad_norm_(
     shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
     whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
     owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
-    norm = _local_norm(whole, norm_type, foreach=foreach)
+    norm = _whole_norm(whole, norm_type, foreach)
     if shards:
         with doing("hecate.clip_grad_norm_"):
             norm = _with_owned(norm, owned, norm_type, shards[0].world, foreach)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
+    for same in _by_kind(parameters):
+        torch.nn.utils.clip_grads_with_norm_(same, max_norm, norm, foreach=foreach)
     return norm
 
 
@@ -104,6 +107,26 @@ def _check_finite(norm: torch.Tensor, order: float) -> None:
             f"hecate.clip_grad_norm_: the gradient norm of order {order} is {float(norm)}. To clip anyway, "
             "set error_if_nonfinite=False."
         )
+
+
+def _whole_norm(
+    gradients: list[torch.Tensor], order: float, foreach: bool | None, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Return the norm of gradients that all ranks have alike, DTensors beside tensors: torch takes no two kinds."""
+    kinds = _by_kind(gradients)
+    if len(kinds) < 2:
+        norm = _local_norm(gradients, order, error_if_nonfinite, foreach)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norms = [_whole_norm(same, order, foreach, error_if_nonfinite) for same in kinds]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), order)
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists that torch's functions take: plain ones, and the DTensors of each mesh."""
+    kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(kinds.values())
 
 
 def _with_owned(

@@ -126,7 +126,9 @@ class DriftCheck:
         ``stepped`` so, nothing is compared from then on.
         """
         world = self._world
-        found = {record.name: record.parameter.detach() for record in self._records() if record.exists}
+        found = {
+            record.name: collectives.part_of(record.parameter.detach()) for record in self._records() if record.exists
+        }
         parameters = {name: p for name, p in found.items() if not is_traceable_wrapper_subclass(p)}
         bits = [_bits(p) for p in parameters.values()]
         digests = torch.stack(bits) if bits else torch.zeros(0, dtype=torch.int64, device=world.device)

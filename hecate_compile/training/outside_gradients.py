@@ -102,7 +102,7 @@ class _Sent:
         for index, record in edges.watched:
             grad = sent[index]
             if grad is not None:
-                self._of.setdefault(record.id, []).append((grad.data_ptr(), version_of(grad)))
+                self._of.setdefault(record.id, []).append(_where(grad))
 
 
 class OutsideGradients:
@@ -214,7 +214,7 @@ class OutsideGradients:
                 self._local[record.id], self._versions[record.id] = watched, version_of(parameter)
             return
         # The gradient is the one that the graph sent, untouched: nothing was added on the way.
-        certain = averaged and sent == [(grad.data_ptr(), version_of(grad))]
+        certain = averaged and sent == [_where(grad)]
         # A local gradient goes along with the graph's all-reduce, or is averaged below.
         if record.holders is None:
             self._local.pop(record.id, None)
@@ -283,7 +283,7 @@ class OutsideGradients:
     @torch.no_grad()
     def _average(self, gradients: Iterable[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
+        for gradient in map(collectives.part_of, gradients):
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for same in by_dtype.values():
             for bucket in _buckets(same):
@@ -307,6 +307,12 @@ class OutsideGradients:
             self._sync.world.rank,
             stacklevel=2,
         )
+
+
+def _where(gradient: Tensor) -> tuple[int, int]:
+    """Return the address and the version of what this rank has of a gradient."""
+    here = collectives.part_of(gradient)
+    return here.data_ptr(), version_of(here)
 
 
 def _require_gradient(watched: _Watched) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hecate.private import in_backward, parameters_of, skip_code
 from hecate.runtime.ops.dense import DENSE_SHARDS, DenseShard
-from hecate.runtime.ops.gradients import GradientSync, ReplicatedParameter, add_replicated, replicate
+from hecate.runtime.ops.gradients import GradientSyncs, ReplicatedParameter, add_replicated, replicate
 from hecate.runtime.state.layer import Layer, get_layer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
@@ -65,17 +66,17 @@ def untraced_read(why: str, advice: str, *, layer: str = "", places: Sequence[Pl
 
 
 def install_reads(
-    model: nn.Module, sync: GradientSync, twins: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
+    model: nn.Module, syncs: GradientSyncs, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[tuple[ReplicatedParameter, ...], tuple[ReplicatedParameter, ...]]:
     """Swap the classes of modules with parameters; one process without mixed precision keeps those of dense ones.
 
-    Returns the records of whole parameters and those of shards that ``twins`` have, too. Graphs will name them, so
-    they must live as long as the model. Frames that Dynamo left to Python read as the model does only while a forward
+    Returns the records of whole parameters and those of shards that twins have, too. Graphs will name them, so they
+    must live as long as the model. Frames that Dynamo left to Python read as the model does only while a forward
     runs, as ``step`` tells.
     """
     hear_graph_breaks()
     checked: set[int] = set()
-    shared = TwinRecords(twins)
+    shared = TwinRecords(syncs.shards)
     for module in model.modules():
         readers: dict[str, Callable[[nn.Module], Any]] = {}
         if (member := member_of(module)) is not None:
@@ -99,13 +100,14 @@ def install_reads(
                 readers[key] = _read_dense_shard(key, shard.id, step, param_dtype, shared.number(module, key))
         if readers:
             _swap_class(module, readers)
-    return install_replicated_reads(model, sync, step, param_dtype), tuple(shared.records.values())
+    return install_replicated_reads(model, syncs, step, param_dtype), tuple(shared.records.values())
 
 
 def install_replicated_reads(
-    model: nn.Module, sync: GradientSync, step: CurrentStep, param_dtype: torch.dtype | None
+    model: nn.Module, syncs: GradientSyncs, step: CurrentStep, param_dtype: torch.dtype | None
 ) -> tuple[ReplicatedParameter, ...]:
     """Swap classes for whole parameters that are not read this way yet; return their records, to be kept alive."""
+    sync = syncs.whole
     if sync.world.size == 1 and param_dtype is None:
         return ()
     known, new = _records_in(model), []
@@ -123,7 +125,7 @@ def install_replicated_reads(
                 raise no_longer_the_shard(qualified)
             record = known.get(id(parameter))
             if record is None:
-                record = known[id(parameter)] = add_replicated(module, key, sync, name=qualified)
+                record = known[id(parameter)] = add_replicated(module, key, syncs.of(parameter), name=qualified)
                 new.append(record)
             if records.get(key) is not record:
                 records[key] = record
@@ -277,13 +279,26 @@ def _read_dense(
         averages = averages_in_python and step.running and not any_entered()
         # Where no gradient is recorded code may change the parameter, but autograd no custom function's view of it.
         if parameter.requires_grad and id is not None and (traced or averages) and torch.is_grad_enabled():
-            parameter = replicate(parameter, id)
+            parameter = _averaged(parameter, id)
         # A layer in Python that is computed again in the backward must read what it has read in the forward.
         if dtype is not None and parameter.is_floating_point() and (traced or step.running or in_backward()):
             parameter = parameter.to(dtype)
         return parameter
 
     return read
+
+
+def _averaged(parameter: torch.Tensor, id: int) -> torch.Tensor:
+    """Return a parameter whose gradient is averaged; of one that is split along another mesh, this rank's part is."""
+    if not isinstance(parameter, DTensor):
+        return replicate(parameter, id)
+    shape, stride, mesh, placements = parameter.shape, parameter.stride(), parameter.device_mesh, parameter.placements
+    here = replicate(parameter.to_local(), id)
+    return DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# As readers are, which call it.
+skip_code(_averaged.__code__)
 
 
 def _read_dense_shard(

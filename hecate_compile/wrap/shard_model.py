@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hecate.config import Config
 from hecate.private import INIT_WEIGHTS, buffers_of, has_flat_weights, parameters_of, version_of
@@ -70,18 +71,20 @@ def shard_model(
     split_stacks(found)
     keep_lists_full(found)
     save_adapters_by_old_names(found)
-    _copy_from_rank0(model, mesh.everyone)
+    _copy_from_rank0(model, mesh)
     return layers
 
 
-def _copy_from_rank0(model: nn.Module, world: World) -> None:
-    """Give whole parameters and buffers rank 0's values, so that differently seeded ranks train one model."""
-    if world.group is None:
-        return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if shard_of(tensor) is None and tensor.numel():
-                collectives.broadcast(tensor.detach(), world)
+def _copy_from_rank0(model: nn.Module, mesh: Mesh) -> None:
+    """Give whole parameters and buffers rank 0's values, so that differently seeded ranks train one model.
+
+    Of what is split along another mesh, the first rank with the same part has those.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        world = mesh.batch if isinstance(tensor, DTensor) else mesh.everyone
+        if world.group is not None and shard_of(tensor) is None and tensor.numel():
+            with torch.no_grad():
+                collectives.broadcast(collectives.part_of(tensor.detach()), world)
 
 
 class DenseSharding:
@@ -109,6 +112,8 @@ class DenseSharding:
             for key, parameter in parameters_of(module).items()
             if parameter is not None
             and shard_of(parameter) is None
+            # What other ranks than these share already stays as it is.
+            and not isinstance(parameter, DTensor)
             and parameter.ndim > 0
             and parameter.shape[0] > 1
             and parameter.numel() > 0

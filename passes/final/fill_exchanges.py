@@ -11,7 +11,7 @@ from torch.fx import Node
 from hecate.passes.final.in_flight import InFlight, in_flight
 from hecate.passes.final.node_cost import Clock, is_heavy
 from hecate.passes.final.positions import Key, Phase, Plan
-from hecate.passes.fx import is_getitem, reached
+from hecate.passes.fx import is_foreign_collective, is_getitem, reached
 from hecate.runtime.comm.collective import start_of, wait_of
 
 
@@ -78,10 +78,10 @@ def _beside_counts(
 
 
 def _drawn_from(nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes that draw random numbers, and those that they need: held up, they would draw after others."""
+    """Return the nodes that keep their turn, and those that they need: held up, they would come after others."""
     found = set[Node]()
     for node in reversed(nodes):
-        if _is_random(node) or not found.isdisjoint(node.users):
+        if _keeps_its_turn(node) or not found.isdisjoint(node.users):
             found.add(node)
     return found
 
@@ -91,10 +91,10 @@ def _may_wait_for(following: InFlight | None, one: InFlight, needed: int, plan: 
 
 
 def _first_start_that_needs(order: Sequence[Node], plan: Plan) -> dict[Node, int]:
-    """Return, for each node that some collective needs, where the first collective that needs it starts."""
+    """Return, for each node that some collective needs, also a foreign one, where the first of them starts."""
     first: dict[Node, int] = {}
     for start in order:
-        if start_of(start.target) is None:
+        if start_of(start.target) is None and not is_foreign_collective(start):
             continue
         stack = [start]
         while stack:
@@ -109,7 +109,7 @@ def _bring_along(order: Sequence[Node], plan: Plan) -> None:
     """Move nodes that only deferred nodes use with them, so that they do not delay the exchange either."""
     moved = {node for node in order if plan.key[node].phase is Phase.BEHIND_START}
     for turn, node in reversed(list(enumerate(order))):
-        if _is_half(node) or node in moved or not node.users or _is_random(node):
+        if _is_half(node) or node in moved or not node.users or _keeps_its_turn(node):
             continue
         if all(user in moved for user in node.users):
             first = min(plan.key[user] for user in node.users)
@@ -147,7 +147,7 @@ def _movable(order: Sequence[Node], at: int, left: float, position: dict[Node, i
             blocked.add(node)
         elif is_heavy(node):
             chain = sorted(_needed_after(node, at, position, moved), key=position.__getitem__)
-            if any(map(_is_random, chain)):
+            if any(map(_keeps_its_turn, chain)):
                 continue
             needed = sum(map(clock.seconds, chain))
             # A matmul much longer than the transfer may fit a later one better.
@@ -172,6 +172,12 @@ def _is_half(node: Node) -> bool:
     return start_of(node.target) is not None or wait_of(node.target) is not None
 
 
-def _is_random(node: Node) -> bool:
-    """Tell whether a node draws random numbers, whose order must stay; also inside an operator with a state."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in (node.target, *node.args))
+def _keeps_its_turn(node: Node) -> bool:
+    """Tell whether a node's place among others of its kind must stay.
+
+    Such nodes draw random numbers, also inside an operator with a state, or are collectives of the model's own: ranks
+    along other meshes, which have other rates, must start these before and behind the same ones of ours.
+    """
+    if any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in (node.target, *node.args)):
+        return True
+    return is_foreign_collective(node)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hecate.runtime.comm.history import current_label, history_of, labelled
 from hecate.runtime.comm.messages import FEW, Awaited, Few, carries, exchange
@@ -37,6 +38,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def proof(world: World) -> list[int]:
     """Return two numbers about all collectives so far; see :func:`hecate.runtime.comm.history.proven`."""
     return history_of(world.group).proof if world.group is not None else [0, 0]
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor that is split along another mesh (a DTensor); of others, the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def slices_of(full: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:

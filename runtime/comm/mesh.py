@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hecate.runtime.comm.agreement import gather_json
 from hecate.runtime.comm.start import end_with_agent
 from hecate.runtime.comm.world import World, be_current, find_world, world_among, world_of
 
@@ -18,7 +20,8 @@ from hecate.runtime.comm.world import World, be_current, find_world, world_among
 class Mesh:
     """The ranks of one model by what they share.
 
-    What is sharded is sharded in the group, and averaged over twins; what is whole is averaged over everyone.
+    What is sharded is sharded in the group, and averaged over twins; what is whole is averaged over everyone; what
+    the model has split along another mesh, as tensor parallelism does, over those that have the same part.
 
     Attributes:
         everyone: the ranks that train the model. They agree on its graphs, its options and its steps, average the
@@ -26,12 +29,16 @@ class Mesh:
         group: those of them between whom experts and dense rows are sharded. Routed tokens, counts and replicas
             travel between these, and placements and owners are of these. Everyone, where there is one group.
         twins: the ranks with this one's place in each group: they own the same experts and rows, equal to the last
-            bit, and average the gradients of these. This rank alone, where there is one group.
+            bit, and average the gradients of these. This rank alone, where there is one group. Ranks between which
+            tensors are split compute the same of one batch; each of them is in a group of its own.
+        batch: the ranks with other parts of the batch, which have the same part of each split tensor. Everyone, where
+            none is split.
     """
 
     everyone: World
     group: World
     twins: World
+    batch: World
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -49,6 +56,7 @@ def find_mesh(
     expert_group: int | Literal["auto"] | None = None,
     *,
     experts: int | None = None,
+    split: DeviceMesh | None = None,
 ) -> Mesh:
     """Return the ranks of ``mesh``, or all that torchrun started, or this process alone, in groups.
 
@@ -56,10 +64,13 @@ def find_mesh(
         mesh: of one dimension, or of two: along the second are the ranks of a group.
         expert_group: ranks of a group; None for those of the mesh, or for all; "auto" for :func:`best_group`.
         experts: how many the layer with the fewest has; None if there are none.
+        split: of one dimension, between whose ranks the model has split tensors. ``mesh``, if given, crosses it.
 
     Raises:
         ValueError: the mesh has more dimensions, or ranks do not make whole groups; or as :func:`find_world`.
     """
+    if split is not None and split.size() > 1:
+        return _beside(split, mesh, device, expert_group, experts)
     if mesh is not None and mesh.ndim == 2:
         table: list[list[int]] = mesh.mesh.tolist()
         if expert_group not in (None, "auto", len(table[0])):
@@ -78,15 +89,58 @@ def find_mesh(
         expert_group = best_group(everyone.size, experts)
     if everyone.size == 1 or expert_group in (None, everyone.size):
         return _flat(everyone)
-    if everyone.size % expert_group:
-        raise ValueError(
-            f"hecate.compile: Config(expert_group={expert_group}) does not divide the {everyone.size} ranks into "
-            "whole groups"
-        )
-    assert everyone.group is not None, "there are several ranks"
-    ranks = dist.get_process_group_ranks(everyone.group)
-    table = [ranks[start : start + expert_group] for start in range(0, len(ranks), expert_group)]
+    assert everyone.group is not None and expert_group is not None, "there are several ranks"
+    table = _rows(dist.get_process_group_ranks(everyone.group), expert_group)
     return _grouped(table, (everyone.group,), device, everyone)
+
+
+def _rows(ranks: Sequence[int], size: int) -> list[list[int]]:
+    if len(ranks) % size:
+        raise ValueError(
+            f"hecate.compile: Config(expert_group={size}) does not divide the {len(ranks)} ranks into whole groups"
+        )
+    return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def _beside(
+    split: DeviceMesh,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    expert_group: int | Literal["auto"] | None,
+    experts: int | None,
+) -> Mesh:
+    """Return the ranks of ``mesh``, or all, and of all that share split tensors with them. A collective."""
+    given = find_mesh(mesh, device, expert_group, experts=experts) if mesh is not None else None
+    known = given.everyone if given is not None else find_world(None, device)
+    here, told = [dist.get_rank()], [split.mesh.tolist()]
+    if known.group is not None:
+        here, told = dist.get_process_group_ranks(known.group), gather_json(told[0], known)
+    # The ranks of each part of the batch, by part of a tensor.
+    lines = sorted({tuple(line) for line in told})
+    line_of = {rank: line for line in lines for rank in line}
+    ranks = sorted(line_of)
+    crossings = {(len(line), len({*line} & {*here})) for line in lines}
+    wanted = (split.size(), 1 if mesh is not None else split.size())
+    if crossings != {wanted} or len(ranks) != sum(map(len, lines)) or not {*here} <= {*ranks}:
+        raise ValueError(
+            f"hecate.compile: the model has tensors that are split between ranks {lines}, and is trained on {here}, "
+            "which is no table of ranks: parts of tensors along one dimension, parts of the batch along the other. "
+            'Split all tensors along mesh["tp"] of mesh = init_device_mesh(kind, (dp, tp), mesh_dim_names=("dp", '
+            '"tp")), and give hecate.compile mesh=mesh["dp"], or no mesh'
+        )
+    if mesh is not None and mesh.ndim == 2:
+        rows = mesh.mesh.tolist()
+    else:
+        size = best_group(len(lines), experts) if expert_group == "auto" else expert_group or len(lines)
+        rows = _rows([line[0] for line in lines], size)
+    # A row for each group, and for each part of tensors.
+    table = [[line_of[rank][part] for rank in row] for row in rows for part in range(split.size())]
+    groups = (split.get_group(),) if known.group is None else (known.group, split.get_group())
+    found = _grouped(table, groups, device, known if mesh is None else None)
+    batch = sorted(line[split.get_local_rank()] for line in lines)
+    if len(batch) == found.group.size:
+        return replace(found, batch=found.group)
+    return replace(found, batch=_some(batch, ranks, groups, found.everyone, own_queue=False))
 
 
 # Ranks of the largest group that is chosen by itself: with more, rows and plans take longer than a group saves.
@@ -104,7 +158,7 @@ def best_group(ranks: int, experts: int | None) -> int:
 
 
 def _flat(everyone: World) -> Mesh:
-    return Mesh(everyone=everyone, group=everyone, twins=_alone(everyone))
+    return Mesh(everyone=everyone, group=everyone, twins=_alone(everyone), batch=everyone)
 
 
 def _alone(everyone: World) -> World:
@@ -116,20 +170,38 @@ def _alone(everyone: World) -> World:
 
 
 def _grouped(
-    table: list[list[int]], groups: tuple[dist.ProcessGroup, ...], device: torch.device, everyone: World | None = None
+    table: list[list[int]],
+    groups: tuple[dist.ProcessGroup, ...],
+    device: torch.device,
+    everyone: World | None = None,
 ) -> Mesh:
     """Return a mesh with a group for each row of ranks in ``table``; ``groups`` connect them all. A collective."""
+    table = sorted(table)
+    # Torch numbers the ranks of a process group in ascending order.
+    if any(list(line) != sorted(line) for line in (*table, *zip(*table, strict=True))):
+        raise ValueError(f"hecate.compile: the numbers of the mesh's ranks do not ascend: {table}")
     me, size = dist.get_rank(), len(table[0])
-    line = next(line for line, row in enumerate(table) if me in row)
-    place = table[line].index(me)
+    ranks = sorted(rank for row in table for rank in row)
+    row = next(row for row in table if me in row)
+    column = [row_of_others[row.index(me)] for row_of_others in table]
     if everyone is None:
-        ranks = [rank for row in table for rank in row]
         everyone = world_among(ranks, groups, device, chosen=True)
-    numbers = tuple(range(line * size, (line + 1) * size)), tuple(range(place, len(table) * size, size))
-    rows = [table[line], [row[place] for row in table]]
     if size == 1:
-        return Mesh(everyone=everyone, group=_alone(everyone), twins=everyone)
+        return Mesh(everyone=everyone, group=_alone(everyone), twins=everyone, batch=everyone)
     # A group must not wait for another one in the middle of its backward, so what twins send has another queue.
-    group = world_among(rows[0], groups, device, numbers=numbers[0], among=everyone)
-    twins = world_among(rows[1], groups, device, numbers=numbers[1], among=everyone, own_queue=False)
-    return Mesh(everyone=everyone, group=group, twins=twins)
+    group = _some(row, ranks, groups, everyone)
+    twins = _some(column, ranks, groups, everyone, own_queue=False)
+    return Mesh(everyone=everyone, group=group, twins=twins, batch=everyone)
+
+
+def _some(
+    some: Sequence[int],
+    ranks: Sequence[int],
+    groups: tuple[dist.ProcessGroup, ...],
+    everyone: World,
+    *,
+    own_queue: bool = True,
+) -> World:
+    """Return the world of some of everyone's ``ranks``."""
+    numbers = tuple(map(list(ranks).index, some))
+    return world_among(some, groups, everyone.device, numbers=numbers, among=everyone, own_queue=own_queue)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hecate.private import foreach_copy_, parameters_of
 from hecate.runtime.comm import collectives
@@ -78,9 +79,22 @@ class GradientSync:
             buffer.div_(self.world.size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientSyncs:
+    """How the gradients of one model are averaged, by what its ranks have of a parameter."""
+
+    whole: GradientSync  # over everyone
+    split: GradientSync  # of parts along another mesh (DTensors), over the ranks with the same part
+    shards: GradientSync  # over twins
+
+    def of(self, parameter: Tensor) -> GradientSync:
+        """Return that of a parameter which is no shard."""
+        return self.split if isinstance(parameter, DTensor) else self.whole
+
+
 @dataclass(eq=False)
 class ReplicatedParameter:
-    """The record of a parameter that every rank of ``sync`` has, whole or as the same shard."""
+    """The record of a parameter that every rank of ``sync`` has, whole or the same part of it."""
 
     id: int  # the number in the graph
     owner: weakref.ref[nn.Module]  # the module; weak, because a record must not keep a model alive
@@ -106,6 +120,12 @@ class ReplicatedParameter:
         if parameter is None:
             raise RuntimeError(f"hecate: the replicated parameter {self.key} no longer exists, but has a gradient")
         return parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """What this rank has of the gradient."""
+        gradient = self.parameter.grad
+        return collectives.part_of(gradient) if gradient is not None else None
 
     def take_averaged(self) -> bool:
         """Tell whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
@@ -150,7 +170,7 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
             if record.parameter.grad is None:
                 record.parameter.grad = torch.zeros_like(record.parameter)
     # Averaging is idempotent, so gradients in ``param.grad`` that were averaged earlier stay right.
-    owed = [record.parameter.grad if record in owing else None for record in records]
+    owed = [record.gradient if record in owing else None for record in records]
     # Hooks were given these micro-batch by micro-batch, and must not be given them again.
     beside = [gradient for gradient in owed if gradient is not None] if sync.hooked else []
     buffer, parts = _room_for([*grads, *beside], dtype)

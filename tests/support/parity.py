@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import hecate
 from hecate.runtime.ops import registration
@@ -32,10 +33,11 @@ class Difference:
     worst: str
 
 
-def compiled_on_free_links(model: nn.Module, **options: Any) -> nn.Module:
+def compiled_on_free_links(model: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Compiled for links so fast, beside slow matmuls, that every step has replicas."""
     rates = Rates(flops=1e9, rank_bytes=1e12, node_bytes=1e12)
-    return hecate.compile(model, hecate.Config(**({"backend": "aot_eager", "rates": rates} | options)))
+    config = hecate.Config(**({"backend": "aot_eager", "rates": rates} | options))
+    return hecate.compile(model, config, mesh=mesh)
 
 
 def rank_and_size() -> tuple[int, int]:
