@@ -119,24 +119,59 @@ def test_planted_graph_difference_is_named_on_all_ranks(evaluate_first: bool) ->
 def wrapped_before() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
-    fsdp, inner, split = build("plain"), build("plain"), build("plain")
+    fsdp, inner = build("plain"), build("plain")
     fully_shard(fsdp, mesh=mesh)
     fully_shard(inner.norms[1], mesh=mesh)
-    split.head.weight = nn.Parameter(distribute_tensor(split.head.weight.detach(), mesh, [Shard(0)]))
-    wrapped = [nn.parallel.DistributedDataParallel(build("plain")), fsdp, inner, split]
+    wrapped = [nn.parallel.DistributedDataParallel(build("plain")), fsdp, inner]
     return [message_of(lambda model=model: hecate.compile(model, EAGER)) for model in wrapped]
+
+
+def split_before() -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh, plane = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+
+    def refused(*names: str, into: Any = mesh, over: Any = None) -> str:
+        model = build("plain")
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            holder, placements = model.get_submodule(owner), [Shard(0), *[Replicate()] * (into.ndim - 1)]
+            holder._parameters[key] = nn.Parameter(distribute_tensor(holder._parameters[key], into, placements))
+        before = dict(model.named_parameters())
+        found = message_of(lambda: hecate.compile(model, EAGER, mesh=over))
+        assert all(after is before[name] for name, after in model.named_parameters()), "nothing has changed"
+        return found
+
+    with_buffer = build("plain")
+    with_buffer.register_buffer("table", DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    return {
+        "experts": refused("head.weight", "blocks.1.w_in"),
+        "same ranks": refused("head.weight", over=mesh),
+        "a plane": refused("head.weight", into=plane),
+        "buffer": message_of(lambda: hecate.compile(with_buffer, EAGER)),
+    }
 
 
 @pytest.mark.distributed
 def test_compile_of_what_others_have_split_or_wrapped() -> None:
-    for ddp, fsdp, inner, split in run_ranks(f"{_HERE}:wrapped_before", 2):
+    for ddp, fsdp, inner in run_ranks(f"{_HERE}:wrapped_before", 2):
         assert "wrapped in DistributedDataParallel; pass the model inside" in ddp
         assert "PlainLanguageModel went through fully_shard (FSDP2)" in fsdp and 'Config(dense="shard")' in fsdp
         assert "hecate.compile: norms.1 went through fully_shard" in inner
-        assert "hecate.compile: head.weight is a DTensor, (Shard(dim=0),)" in split and "tp_plan" in split
+
+
+@pytest.mark.distributed
+def test_compile_of_split_tensors_that_it_does_not_take() -> None:
+    for found in run_ranks(f"{_HERE}:split_before", 2):
+        assert "hecate.compile: blocks.1.w_in is a DTensor, (Shard(dim=0),)" in found["experts"]
+        assert 'the style "replicate"' in found["experts"]
+        assert "split between ranks [(0, 1)], and is trained on [0, 1]" in found["same ranks"]
+        assert 'mesh=mesh["dp"], or no mesh' in found["same ranks"]
+        assert "expected a mesh of one dimension" in found["a plane"]
+        assert "hecate.compile: table is a DTensor" in found["buffer"] and "a buffer" in found["buffer"]
 
 
 def in_several_pieces() -> list[str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from hecate.passes.fx import is_foreign_collective
 from hecate.runtime.comm.collective import start_of, wait_of
 from hecate.runtime.placement.planner import Rates
 from hecate.wrap.shard import shard_of
+from tests.support.adversaries import Anything
 from tests.support.models import batch, build
 from tests.support.parity import compiled_on_free_links, error_of
 from tests.support.ranks import run_ranks
@@ -65,12 +70,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _models(name: str, **more: Any) -> tuple[nn.Module, nn.Module, DeviceMesh]:
     family, split, options = CASES[name]
+    layers = 2 if name in ("torch", "a shared expert") else 1
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    reference = build(family, layers=2)
+    reference = build(family, layers=layers)
     # Rank 0 of each data-parallel mesh has the weights that win.
     torch.manual_seed(0 if mesh["dp"].get_local_rank() == 0 else 1)
-    model = build(family, layers=2)
+    model = build(family, layers=layers)
     split(model, mesh["tp"])
     compiled_on_free_links(model, mesh=None if name == "transformers" else mesh["dp"], **options, **more)
     return model, reference, mesh
@@ -148,14 +154,33 @@ def _collectives_in(graph: Graph) -> list[str]:
     ]
 
 
-def everything() -> dict[str, Any]:
+def exported(folder: str) -> tuple[bool, ...]:
+    """Whether a model is as it was after an export that was loaded into a plain model, and into one that is split."""
+    import transformers
+
+    model, _, _ = _models("transformers")
+    hecate.export(model, folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    kept = {name: _whole(value).clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    hecate.load_pretrained(model, folder)
+    back = {name: _whole(value) for name, value in model.state_dict().items()}
+    return all(torch.equal(plain[name], kept[name]) for name in kept), all(
+        torch.equal(back[n], kept[n]) for n in kept
+    )
+
+
+def everything(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(name) for name in CASES}
-    return found | {"accumulated": accumulated()}
+    return found | {"accumulated": accumulated(), "exported": exported(folder)}
 
 
 @cache
 def _everything() -> list[dict[str, Any]]:
-    return run_ranks(f"{_HERE}:everything", 4, timeout=400)
+    with TemporaryDirectory() as folder:
+        return run_ranks(f"{_HERE}:everything", 4, timeout=400, folder=folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,14 +189,56 @@ def test_it_trains_as_one_process_does(name: str) -> None:
         assert found[name]["worst"] < EXACT and max(found[name]["norms"]) < EXACT, found
         assert found[name]["norm"] == _everything()[0][name]["norm"], "ranks clip alike, to the bit"
         # transformers puts hooks on norms in the first forward, which makes a graph without them for the others.
-        assert found[name]["graphs"] == (1 if name == "torch" else 2)
+        assert found[name]["graphs"] == (1 if name in ("torch", "a shared expert") else 2)
 
 
 def test_gradients_accumulate() -> None:
     assert max(found["accumulated"] for found in _everything()) < EXACT
 
 
+def test_export_and_load_pretrained_know_split_parameters() -> None:
+    assert all(found["exported"] == [True, True] for found in _everything())
+
+
 def test_collectives_of_the_model_keep_their_place_among_ours_whatever_the_rates() -> None:
     for slow, fast in run_ranks(f"{_HERE}:ordered", 4, timeout=200):
         assert len(slow) == 2 and all("_c10d_functional.all_reduce.default" in graph for graph in slow)
         assert slow == fast
+
+
+def stage(directory: str, tensor_ranks: int, first: bool) -> dict[str, Any]:
+    """Load what the last stage saved, train on, clipped, with owners that move, and save."""
+    torch.manual_seed(0)
+    model, mesh = build("qwen3_moe"), None
+    if tensor_ranks > 1:
+        size = int(os.environ["WORLD_SIZE"])
+        mesh = init_device_mesh("cpu", (size // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))
+        _by_transformers(model, mesh["tp"])
+    compiled_on_free_links(model, policy=Anything(reshard_every=1), dense="shard")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    at = 0 if first else hecate.load(directory, model, optimizer).step
+    loaded = _sums(model)
+    torch.manual_seed(mesh["dp"].get_local_rank() if mesh is not None else int(os.environ.get("RANK", 0)))
+    for _ in range(2):
+        ids = torch.randint(0, 96, (2, 16))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        hecate.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+    hecate.save(directory, model, optimizer, step=at + 2)
+    return {"loaded": loaded, "saved": _sums(model)}
+
+
+def _sums(model: nn.Module) -> list[float]:
+    with torch.no_grad():
+        return [float((_whole(p).double() ** 2).sum()) for p in model.state_dict().values()]
+
+
+def test_checkpoints_go_between_any_ranks(tmp_path: Path) -> None:
+    stages = [(4, 2), (1, 1), (2, 2), (4, 1)]
+    found = [
+        run_ranks(f"{_HERE}:stage", ranks, timeout=200, directory=str(tmp_path), tensor_ranks=split, first=not number)
+        for number, (ranks, split) in enumerate(stages)
+    ]
+    for before, after in pairwise(found):
+        assert all(one["loaded"] == before[0]["saved"] for one in after)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hecate.checkpoints.adapters import check_no_adapters
 from hecate.checkpoints.coordination import Ranks, ranks_of
@@ -71,7 +72,7 @@ def export(
         raise ValueError(
             f"hecate.export: {name or 'the model'} has extra state, for which safetensors files have no place"
         )
-    view = PlainView(model, "hecate.export")
+    view = PlainView(model)
     ranks = ranks_of(model, "hecate.export")
     plan = ranks.together(lambda: _Plan.of(view, limit, dtype) if ranks.first else None)
     steps = [_Step(*step) for step in ranks.from_first(plan and plan.steps)]
@@ -196,6 +197,8 @@ def _write(view: PlainView, steps: Sequence[_Step], plan: _Plan | None, draft: P
 def _to_first(tensor: PlainTensor, first: bool) -> torch.Tensor | None:
     """Return the whole tensor on rank 0, on the CPU; None elsewhere. A collective."""
     here, shard = tensor.here.detach(), shard_of(tensor.here)
+    if isinstance(here, DTensor):
+        here = here.full_tensor()
     if shard is None or shard.world.group is None:
         return here.cpu() if first else None
     world = shard.world

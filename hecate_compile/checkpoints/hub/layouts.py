@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hecate.checkpoints.state_dicts import whole_shape
 from hecate.private import (
@@ -30,15 +29,15 @@ class PlainTensor:
 
     name: str
     like: torch.Tensor  # Of the whole, on the meta device; the same object for all names of a tied parameter.
-    here: torch.Tensor  # What the model holds in its place, perhaps a shard.
+    here: torch.Tensor  # What the model holds in its place, perhaps a shard, or a DTensor.
 
 
 class PlainView:
     """A model whose parameters, in ``tensors``, have plain names and whole shapes; all else is that of ``model``."""
 
-    def __init__(self, model: nn.Module, function: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.tensors = _plain_tensors(model, function)
+        self.tensors = _plain_tensors(model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -58,7 +57,7 @@ class PlainView:
     get_parameter_or_buffer = get_parameter
 
 
-def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
+def _plain_tensors(model: nn.Module) -> dict[str, PlainTensor]:
     likes: dict[int, torch.Tensor] = {}
     found: dict[str, PlainTensor] = {}
     # In preorder, own tensors first, the order of state_dict.
@@ -67,10 +66,6 @@ def _plain_tensors(model: nn.Module, function: str) -> dict[str, PlainTensor]:
             if here is None or not is_persistent(module, key):
                 continue
             name = f"{prefix}.{key}".lstrip(".")
-            if isinstance(here, DTensor):
-                raise ValueError(
-                    f"{function}: {name} is a DTensor; only whole tensors and shards of hecate are known"
-                )
             like = likes.setdefault(id(here), torch.empty(whole_shape(here), dtype=here.dtype, device="meta"))
             found[name] = PlainTensor(name, like, here)
     return found

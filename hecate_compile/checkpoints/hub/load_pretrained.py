@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hecate.checkpoints.adapters import check_no_adapters
 from hecate.checkpoints.coordination import CheckpointError, MismatchError, Ranks, ranks_of
@@ -62,7 +63,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     """
     name = "hecate.load_pretrained"
     check_no_adapters(model, name, "Load the weights before the adapters are added.")
-    view = PlainView(model, name)
+    view = PlainView(model)
     for tensor in view.tensors.values():
         if tensor.here.is_meta:
             raise ValueError(f"{name}: {tensor.name} is on the meta device; compile the model first")
@@ -129,8 +130,17 @@ def _convert_own_experts(group: Group, experts: dict[int, list[str]], view: Plai
 
 
 def _copy_part(whole: torch.Tensor, tensor: PlainTensor) -> None:
-    here, shard = tensor.here.detach(), shard_of(tensor.here)
-    here.copy_(whole if shard is None else shard.slice(whole))
+    shard = shard_of(tensor.here)
+    _copy(tensor.here, whole if shard is None else shard.slice(whole))
+
+
+def _copy(here: torch.Tensor, values: torch.Tensor) -> None:
+    here = here.detach()
+    if isinstance(here, DTensor):
+        # Every rank has read the whole.
+        split = distribute_tensor(values.to(here.device), here.device_mesh, here.placements, src_data_rank=None)
+        here, values = here.to_local(), split.to_local()
+    here.copy_(values)
 
 
 def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
@@ -138,7 +148,7 @@ def _read_into(tensor: PlainTensor, name: str, files: SafeFiles) -> None:
     here, shard = tensor.here.detach(), shard_of(tensor.here)
     if shard is None or is_member_shard(shard):
         if shard is None or shard.owned:
-            here.copy_(files.read(name))
+            _copy(here, files.read(name))
     elif isinstance(shard, DenseShard):
         rank, counts = shard.world.rank, shard.counts
         start = sum(counts[:rank])
