@@ -24,7 +24,7 @@ from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.placement.planner import Rates
 from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
-from hecate.training.clip_grad_norm import clip_grad_norm_
+from hecate.training.clip_grad_norm import clip_grad_norm_, get_total_norm
 from hecate.wrap.find_experts import NoExpertsError
 from hecate.wrap.parameter_reads import UntracedReadError
 
@@ -58,6 +58,7 @@ __all__ = [
     "export",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_total_norm",
     "load",
     "load_pretrained",
     "monitor",

@@ -253,9 +253,14 @@ TOTAL_NORM, UNSCALE = "_get_total_norm", "_unscale_grads_"
 # The backward that runs.
 
 
+def backward_number() -> int:
+    """Return a number of the backward that this thread runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Return whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -149,7 +149,8 @@ def _check_owner(folder: Path) -> None:
         if (folder / _OWNER).read_text() == _run:
             return
     raise PermissionError(
-        f"another run saves to {folder} since this one did, so this one may not: two runs cannot share a folder"
+        f"another run saves to {folder} since this one did, so this one may not: two runs cannot share a folder, nor "
+        "two stages of a pipeline"
     )
 
 

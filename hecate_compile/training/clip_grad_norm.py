@@ -53,12 +53,43 @@ def _total_norm(
     return norm
 
 
+def get_total_norm(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    stages: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Return the norm of the gradients of a whole model, on every rank.
+
+    It is for pipelines, whose stages torch's function, which takes gradients, does not know. A collective: all ranks
+    call it after a backward with gradient synchronization on.
+
+    Args:
+        parameters: the compiled model, or parameters, also of several.
+        norm_type: order of the norm, greater than 0; may be infinite.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
+        stages: the dimension of a mesh along which other ranks have the other stages of the model.
+
+    Returns:
+        The norm, a float32 scalar.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
+    """
+    return _norm_of(_listed(parameters), norm_type, error_if_nonfinite, foreach, stages, "hecate.get_total_norm")
+
+
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    stages: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Clip as ``torch.nn.utils.clip_grad_norm_`` does, with the norm of the whole model on every rank.
 
@@ -71,6 +102,7 @@ def clip_grad_norm_(
         max_norm: the norm after clipping is at most this.
         norm_type: order of the norm, greater than 0; may be infinite.
         error_if_nonfinite: raise instead of scaling by NaN or infinity.
+        stages: the dimension of a mesh along which other ranks have the other stages of the model.
 
     Returns:
         The total norm before clipping, a float32 scalar, the same on every rank.
@@ -79,32 +111,59 @@ def clip_grad_norm_(
         ValueError: ``norm_type`` is not positive.
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"hecate.clip_grad_norm_: norm_type must be greater than 0, got {norm_type}")
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    parameters = list(parameters)
-    shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
-    whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
-    owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
-    norm = _whole_norm(whole, norm_type, foreach)
-    if shards:
-        with doing("hecate.clip_grad_norm_"):
-            norm = _with_owned(norm, owned, norm_type, shards[0].world, foreach)
-    if error_if_nonfinite:
-        _check_finite(norm, norm_type)
+    parameters = _listed(parameters)
+    norm = _norm_of(parameters, norm_type, error_if_nonfinite, foreach, stages, "hecate.clip_grad_norm_")
     for same in _by_kind(parameters):
         torch.nn.utils.clip_grads_with_norm_(same, max_norm, norm, foreach=foreach)
     return norm
 
 
-def _check_finite(norm: torch.Tensor, order: float) -> None:
+def _listed(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _norm_of(
+    parameters: list[torch.Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    stages: DeviceMesh | None,
+    function: str,
+) -> torch.Tensor:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"{function}: norm_type must be greater than 0, got {norm_type}")
+    shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
+    whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
+    owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
+    norm = _whole_norm(whole, norm_type, foreach)
+    if shards:
+        with doing(function):
+            norm = _with_owned(norm, owned, norm_type, shards[0].world, foreach)
+    if stages is not None:
+        norm = _over_stages(norm, norm_type, stages)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type, function)
+    return norm
+
+
+def _over_stages(norm: torch.Tensor, order: float, stages: DeviceMesh) -> torch.Tensor:
+    """Return the norm of all stages' gradients from that of this rank's stage. A collective of ``stages``."""
+    norm = norm.to(device=stages.device_type, dtype=torch.float32, copy=True)
+    if order == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=stages.get_group())
+        return norm
+    power = norm**order
+    dist.all_reduce(power, group=stages.get_group())
+    return power ** (1.0 / order)
+
+
+def _check_finite(norm: torch.Tensor, order: float, function: str = "hecate.clip_grad_norm_") -> None:
     if not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"hecate.clip_grad_norm_: the gradient norm of order {order} is {float(norm)}. To clip anyway, "
+            f"{function}: the gradient norm of order {order} is {float(norm)}. To clip anyway, "
             "set error_if_nonfinite=False."
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hecate.passes.captured.bucket_gradients import BUCKET_BYTES
-from hecate.private import gradient_hooks, in_backward, tree_leaves, version_of, when_backward_ends
+from hecate.private import backward_number, gradient_hooks, in_backward, tree_leaves, version_of, when_backward_ends
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.warn import warn_together
@@ -53,7 +53,8 @@ class _Sent:
 
     def __init__(self, watched: dict[int, _Watched], ran: Callable[[], None]) -> None:
         self._watched, self._ran = watched, ran
-        self._of: dict[int, list[tuple[int, int]]] = {}
+        # With the backward that sent them: one for inputs alone, as zero-bubble pipelines have, sends others in vain.
+        self._of: dict[int, list[tuple[int, tuple[int, int]]]] = {}
         # By the class of the autograd node: every compiled graph has a class of its own.
         self._edges: weakref.WeakKeyDictionary[type, _Edges] = weakref.WeakKeyDictionary()
 
@@ -61,7 +62,8 @@ class _Sent:
         self._of.clear()
 
     def take(self, record: ReplicatedParameter) -> list[tuple[int, int]]:
-        return self._of.pop(record.id, [])
+        """Return what the backward that runs has sent."""
+        return [sent for number, sent in self._of.pop(record.id, []) if number == backward_number()]
 
     def follow(self, out: Any) -> None:
         """Let the compiled backwards that an output leads to tell what they send to which parameter."""
@@ -102,7 +104,7 @@ class _Sent:
         for index, record in edges.watched:
             grad = sent[index]
             if grad is not None:
-                self._of.setdefault(record.id, []).append(_where(grad))
+                self._of.setdefault(record.id, []).append((backward_number(), _where(grad)))
 
 
 class OutsideGradients:
