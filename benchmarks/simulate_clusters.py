@@ -1,6 +1,6 @@
 """The paper's clusters, and 64 to 1,024 H100s: ``hecate simulate`` for all of them.
 
-    python -m benchmarks.simulate_clusters        25 minutes
+    python -m benchmarks.simulate_clusters        30 minutes
 
 Written are build/benchmarks/simulated_clusters.json and .md, with the commands.
 """
@@ -54,6 +54,12 @@ STUDIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
         ("h100-256", "h100-1024"),
         ("static", "hecate"),
         (*ZIPF, "--skew", "0.8"),
+    ),
+    "the same in groups of 64": (
+        "benchmarks/paper_models.py:modern",
+        ("h100-256", "h100-1024"),
+        ("static", "hecate"),
+        (*ZIPF, "--skew", "0.8", "--expert-group", "64"),
     ),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -38,6 +38,9 @@ def simulate(
     ] = None,
     rematerialize: Annotated[
         bool | None, typer.Option(help="gather replicas again for the backward; by default as MODEL's own config")
+    ] = None,
+    expert_group: Annotated[
+        str | None, typer.Option(help="ranks of a group, or auto; by default as MODEL's own config, or all ranks")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps to simulate, spread over the trace")] = 3,
     optimizer_bytes: Annotated[float, typer.Option(help="per parameter, beside itself and its gradient")] = 8.0,
@@ -71,6 +74,7 @@ def simulate(
             dump=None,
             replicas=config.replicas if given is None else given,
             rematerialize=config.rematerialize if rematerialize is None else rematerialize,
+            expert_group=config.expert_group if expert_group is None else _group_of(expert_group),
         )
         makers = {name: policy_named(name, config.replicas) for name in policy}
         options = Options(config=config, steps=steps, optimizer_bytes=optimizer_bytes)
@@ -88,6 +92,12 @@ def simulate(
             out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
         except OSError as error:
             raise typer.BadParameter(f"--json: {error}") from None
+
+
+def _group_of(text: str) -> int | Literal["auto"]:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"--expert-group: {text!r}, expected a number of ranks, or auto")
+    return "auto" if text == "auto" else int(text)
 
 
 def _check_writable(out: Path) -> None:

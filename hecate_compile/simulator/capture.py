@@ -17,6 +17,8 @@ from hecate.config import Config
 from hecate.graph.lowering import Captured, NotRun, capturing
 from hecate.passes.fx import arguments_of
 from hecate.private import dynamo_counters, fake_store, reset_dynamo
+from hecate.runtime.comm.collective import collective_named
+from hecate.runtime.ops.gradients import REPLICATED, ReplicatedParameter
 from hecate.runtime.placement.planner import LayerSizes
 from hecate.runtime.state.layer import Layer
 from hecate.simulator.cluster import ClusterSpec
@@ -77,7 +79,7 @@ class Capture:
 
     A rank routes ``rows`` in each layer (tokens times choices; 0 for one rank), of ``row_bytes`` each on the wire,
     from ``tokens`` of its batch. ``dense_parameters`` are elements of matrices outside the experts; ``dense`` has
-    (elements, bytes of each) of every parameter there.
+    (elements, bytes of each) of every parameter there. Ranks are in so many ``groups``.
     """
 
     graphs: tuple[Captured, ...]
@@ -87,6 +89,9 @@ class Capture:
     tokens: int
     dense_parameters: int
     dense: tuple[tuple[int, int], ...]
+    groups: int = 1
+    # Graphs name them, and they live as long as somebody holds them.
+    records: tuple[ReplicatedParameter, ...] = ()
 
     @property
     def sizes(self) -> list[LayerSizes]:
@@ -134,7 +139,16 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], cluster: ClusterSpec, c
             for p in compiled.parameters()
             if (shard := shard_of(p)) is None or shard.part != "experts"
         ),
+        groups=state.mesh.groups,
+        records=tuple(record for captured in graphs for record in _records_in(captured)),
     )
+
+
+def _records_in(captured: Captured) -> Iterator[ReplicatedParameter]:
+    """Yield the records of parameters whose gradients are averaged."""
+    start = collective_named("average_gradients").start
+    for node in captured.graph.graph.find_nodes(op="call_function", target=start):
+        yield from (REPLICATED[id] for id in arguments_of(node)["ids"])
 
 
 def _learn_choices(forward: Captured, layers: Sequence[Layer]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from hecate.runtime.placement.topology import Topology
 
 class ClusterError(ValueError):
     """A cluster file is missing, or says something that no cluster is."""
+
+
+_MAY_BE_NOTHING = ("latency", "ring", "hop", "plan", "plan_rank", "operator", "start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class ClusterSpec:
         node_bytes: bytes per second of a node's link, in each direction.
         latency: seconds that a collective takes with next to nothing to carry.
         ring: further seconds of a collective around all ranks (all-gather, all-reduce), with nothing to carry.
+        hop: seconds that it takes longer for each further rank; in an all-reduce, for each doubling of ranks.
+        plan, plan_rank: seconds between counts and the exchange of rows in which a rank plans: at least, and more for
+            each rank of the group.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.
         start: seconds of compute that starting a collective takes, on ranks that send or receive in it.
         routed: how many times longer operators on experts' rows take than their operations and bytes say: many
@@ -52,6 +58,9 @@ class ClusterSpec:
     node_bytes: float
     latency: float = 20e-6
     ring: float = 0.0
+    hop: float = 0.0
+    plan: float = 0.0
+    plan_rank: float = 0.0
     operator: float = 0.0
     start: float = 0.0
     routed: float = 1.0
@@ -69,7 +78,7 @@ class ClusterSpec:
                 if not isinstance(value, bool):
                     raise ClusterError(f"hecate: cluster {self.name}: cpus = {value!r}, expected true or false")
                 continue
-            whole, free = field.name in ("nodes", "gpus"), field.name in ("latency", "ring", "operator", "start")
+            whole, free = field.name in ("nodes", "gpus"), field.name in _MAY_BE_NOTHING
             most = 1 if field.name == "crowded" else math.inf
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or not 0 <= value <= most or (value == 0 and not free):
@@ -81,6 +90,15 @@ class ClusterSpec:
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus
+
+    def of_group(self, ranks: int) -> ClusterSpec:
+        """Return the part of the cluster that a group of so many ranks has: whole nodes, or part of one."""
+        if max(ranks, self.gpus) % min(ranks, self.gpus):
+            raise ClusterError(
+                f"hecate: cluster {self.name}: groups of {ranks} ranks are neither whole nodes of {self.gpus} nor "
+                "equal parts of one"
+            )
+        return replace(self, nodes=max(1, ranks // self.gpus), gpus=min(ranks, self.gpus))
 
     @property
     def topology(self) -> Topology:

@@ -20,10 +20,12 @@ from hecate.graph.lowering import Captured
 from hecate.passes.final.node_cost import Clock, bytes_of, flops, memory_bytes, payload_of, wire_itemsize
 from hecate.passes.fx import arguments_of, calls, is_getitem
 from hecate.runtime.comm.collective import Collective, collective_named, start_of, wait_of
+from hecate.runtime.ops.gradients import REPLICATED
 from hecate.runtime.ops.ticket import TICKET_PARTS
 from hecate.simulator.replay import LayerStep
 
 Floats = NDArray[np.float64]
+Among = Literal["group", "twins", "everyone"]
 # "leaving" counts own experts of which other ranks have replicas.
 What = Literal["rows", "replicas", "owned", "leaving"]
 # Counts of a layer on every rank: (layer id, what) -> [W].
@@ -52,12 +54,16 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of collective ``token`` of this program; ``unit`` is bytes of a row or an expert, else of all."""
+    """The start of collective ``token`` of this program; ``unit`` is bytes of a row or an expert, else of all.
+
+    It is ``among`` the ranks of a group, those that have the same experts, or everyone.
+    """
 
     token: int
     operator: str
     layer: int | None
     unit: float
+    among: Among = "group"
 
     @property
     def collective(self) -> Collective:
@@ -193,7 +199,11 @@ def _start(node: Node, token: int, clock: Clock, symbols: Symbols) -> Start:
             unit *= symbols[arriving.node.expr].share
     else:
         unit = clock.number(bytes_of(tensors))
-    return Start(token=token, operator=collective.name, layer=arguments.get("layer"), unit=float(unit))
+    among: Among = "group"
+    if collective.carries == "bucket":
+        world = REPLICATED[arguments["ids"][0]].sync.world
+        among = "everyone" if world is world.everyone else "twins"
+    return Start(token=token, operator=collective.name, layer=arguments.get("layer"), unit=float(unit), among=among)
 
 
 def depends_on_routing(collective: Collective) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -50,39 +51,66 @@ def walk(
 
     Yields the number and layers of ``steps``; in others rows are not split, which is most of the work.
     """
-    layers, current = counts.shape[1], list(owners)
-    recent: list[deque[Any]] = [deque(maxlen=policy.window) for _ in range(layers)]
-    total, seen = np.zeros((layers, counts.shape[3]), dtype=np.int64), 0
+    for step, (found,) in walk_groups(
+        policy, counts[None], owners, topology=topology, rates=rates, sizes=sizes, steps=steps
+    ):
+        yield step, found
+
+
+def walk_groups(
+    policy: Policy,
+    counts: Ints,
+    owners: Sequence[Owners],
+    *,
+    topology: Topology,
+    rates: Rates,
+    sizes: Sequence[LayerSizes],
+    steps: Sequence[int] | None = None,
+) -> Iterator[tuple[int, list[list[LayerStep]]]]:
+    """Do as :func:`walk` for groups of ranks, with counts ``[group, step, layer, rank, expert]``.
+
+    Yields layers by group. Each makes placements of its own in its ``topology``; the first chooses the owners of all,
+    from their mean load.
+    """
+    groups, count, layers = counts.shape[:3]
+    current, policies = list(owners), [policy, *(copy.deepcopy(policy) for _ in counts[1:])]
+    # The last is the mean of groups.
+    recent: list[list[deque[Any]]] = [[deque(maxlen=policy.window) for _ in owners] for _ in range(groups + 1)]
+    total, seen = np.zeros((layers, counts.shape[4]), dtype=np.int64), 0
     wanted = None if steps is None else set(steps)
 
-    def view(layer: int) -> LayerView:
+    def view(group: int, layer: int) -> LayerView:
         return LayerView(
             id=layer,
             owners=current[layer],
-            loads=tuple(recent[layer]),
+            loads=tuple(recent[group][layer]),
             long_load=total[layer] // max(1, seen),
             topology=topology,
             sizes=sizes[layer],
             rates=rates,
         )
 
-    for step in range(len(counts)):
+    for step in range(count):
         moved = [0] * layers
         if policy.reshard_every and step and step % policy.reshard_every == 0:
-            new = policy.choose_owners([view(layer) for layer in range(layers)])
+            new = policy.choose_owners([view(groups, layer) for layer in range(layers)])
             moved = [
                 sum(a != b for a, b in zip(o.ranks, n.ranks, strict=True)) for o, n in zip(current, new, strict=True)
             ]
             current, total, seen = new, np.zeros_like(total), 0
-        found = []
+        found: list[list[LayerStep]] = [[] for _ in policies]
         for layer in range(layers):
-            planned = policy.place(view(layer))
-            if wanted is None or step in wanted:
-                found.append(_layer_step(policy, view(layer), planned, counts[step, layer], moved[layer]))
-            recent[layer].append(counts[step, layer].sum(0))
-            total[layer] += counts[step, layer].sum(0)
+            for group, own in enumerate(policies):
+                rows, known = counts[group, step, layer], view(group, layer)
+                planned = own.place(known)
+                if wanted is None or step in wanted:
+                    found[group].append(_layer_step(own, known, planned, rows, moved[layer]))
+                recent[group][layer].append(rows.sum(0))
+            mean = counts[:, step, layer].sum((0, 1)) // groups
+            recent[groups][layer].append(mean)
+            total[layer] += mean
         seen += 1
-        if found:
+        if found[0]:
             yield step, found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,10 +60,14 @@ class Prediction:
 
 
 class Simulator:
-    """Walks all ranks of a cluster through a captured model."""
+    """Walks all ranks of a cluster, or of one of the groups on it, through a captured model.
+
+    The other groups do the same at the same time, so none waits for another.
+    """
 
     def __init__(self, capture: Capture, cluster: ClusterSpec) -> None:
-        self.cluster = cluster
+        self.whole = cluster
+        self.cluster = cluster.of_group(cluster.ranks // capture.groups)
         self.layers = [layer.id for layer in capture.layers]
         self.together = {layer.id: layer.sizes.together for layer in capture.layers}
         symbols: Symbols = {}
@@ -75,15 +80,19 @@ class Simulator:
         """
         of = dict(zip(self.layers, layers, strict=True))
         topology = self.cluster.topology
-        links = _Links(self.cluster, {id: _Carried(layer, topology, self.together[id]) for id, layer in of.items()})
+        carried = {id: _Carried(layer, topology, self.together[id]) for id, layer in of.items()}
+        links = _Links(self.cluster, self.whole, carried)
         sizes = rank_sizes(self.layers, layers)
         clock, compute, free = (np.zeros(self.cluster.ranks) for _ in range(3))
         sent, spans = np.zeros(self.cluster.nodes), []
         for part, items in self.parts:
             ends: dict[int, Floats] = {}
+            counts = {one.token for one in items if isinstance(one, Start) and one.collective.carries == "counts"}
             for item in items:
                 if isinstance(item, Wait):
                     clock = np.maximum(clock, ends[item.token])
+                    if item.token in counts:
+                        clock = clock + self.cluster.plan + self.cluster.plan_rank * self.cluster.ranks
                     continue
                 spent = self._seconds(item, sizes, links)
                 clock, compute = clock + spent, compute + spent
@@ -121,18 +130,21 @@ class Simulator:
 class _Links:
     """The links between ranks and between nodes, with the load of one step's collectives."""
 
-    def __init__(self, cluster: ClusterSpec, layers: Mapping[int, _Carried]) -> None:
-        self.cluster, self.topology, self.layers = cluster, cluster.topology, layers
+    def __init__(self, cluster: ClusterSpec, whole: ClusterSpec, layers: Mapping[int, _Carried]) -> None:
+        self.cluster, self.whole, self.topology, self.layers = cluster, whole, cluster.topology, layers
         # When links out of and into nodes, and out of and into ranks, will have carried everything so far.
         self.busy = [np.zeros(cluster.ranks) for _ in range(4)]
 
     def run(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
         """Return when each rank, begun at ``begun``, has its result, ``[W]``, and the bytes that leave each node."""
+        if self._leaves_group(start):
+            return self._between_groups(start, begun)
         rounds = 0 if self._straight(start) else start.collective.ring_rounds
         if rounds:
             # Each rank needs all the others.
             begun = np.full_like(begun, begun.max())
-        ended, leaving = begun + rounds * self.cluster.ring, np.zeros(self.cluster.nodes)
+        ended = begun + self._around(rounds, self.cluster.ranks)
+        leaving = np.zeros(self.cluster.nodes)
         ended += self.cluster.latency * self.takes_part(start)
         crowded = self.cluster.crowded if start.collective.carries == "rows" else 1.0
         for matrix in self._sent(start):
@@ -140,8 +152,38 @@ class _Links:
             leaving += sent
         return ended, leaving
 
+    def _leaves_group(self, start: Start) -> bool:
+        return start.among != "group" and self.whole.ranks > self.cluster.ranks
+
+    def _around(self, rounds: int, ranks: int) -> float:
+        """Return the seconds that a collective around ranks takes beside its bytes; an all-reduce takes a tree."""
+        hops = 2 * math.ceil(math.log2(ranks)) if rounds == 2 else rounds * (ranks - 1)
+        return rounds * self.cluster.ring + hops * self.cluster.hop
+
+    def _between_groups(self, start: Start, begun: Floats) -> tuple[Floats, Floats]:
+        """Return what :meth:`run` does for an all-reduce over everyone, or over the twins of each rank."""
+        cluster, whole, everyone = self.cluster, self.whole, start.among == "everyone"
+        ranks = whole.ranks if everyone else whole.ranks // cluster.ranks
+        # On CPUs gradients that all ranks have are added up inside nodes before they cross.
+        parts = whole.nodes if everyone and whole.cpus else ranks
+        # A ring enters each node once. That of twins is one for each rank of the group that is in a node.
+        rings = 1 if everyone else cluster.gpus
+        crossing = rings * 2 * (parts - 1) / parts * start.unit if whole.nodes > 1 else 0.0
+        passed = 2 * (ranks - 1) / ranks * start.unit
+        ready = begun.max() + self._around(2, ranks) + cluster.latency
+        out, into, *inside = self.busy
+        for link, seconds in (
+            *((link, crossing / cluster.node_bytes) for link in (out, into)),
+            *((link, passed / cluster.rank_bytes) for link in inside),
+        ):
+            link[:] = np.maximum(link, ready) + seconds
+        ended = max(float(link.max()) for link in self.busy)
+        return np.full_like(begun, ended), np.full(cluster.nodes, crossing)
+
     def takes_part(self, start: Start) -> Any:
         """Return which ranks send to others or receive from them, ``[W]``. Others spend nothing on the collective."""
+        if self._leaves_group(start):
+            return np.ones(self.cluster.ranks, dtype=bool)
         between = sum(self._sent(start), np.zeros((self.cluster.ranks,) * 2))
         return (between.sum(0) > between.diagonal()) | (between.sum(1) > between.diagonal())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
 from hecate.simulator.live_bytes import LiveBytes, count_memory
-from hecate.simulator.replay import walk
+from hecate.simulator.replay import LayerStep, walk_groups
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
 
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a policy on a cluster: means over the simulated steps.
+    """The result of a policy on a cluster: means over the simulated steps, each of them of the slowest group.
 
     Attributes:
         seconds, waited: seconds of a step, and in which the rank that computes least stands still.
@@ -103,43 +103,59 @@ def _run(
     later = np.random.default_rng(0).permutation(np.arange(first, len(counts)))[: options.steps]
     wanted = sorted(later.tolist())
     hidden = dense_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
-    walked = walk(
+    size = cluster.ranks // made.groups
+    walked = walk_groups(
         policy,
-        counts[: wanted[-1] + 1],
+        np.stack(np.split(counts[: wanted[-1] + 1], made.groups, axis=2)),
         [layer.owners for layer in made.layers],
-        topology=cluster.topology,
+        topology=cluster.of_group(size).topology,
         rates=replace(cluster.rates, hidden_seconds=hidden),
         sizes=made.sizes,
         steps=wanted,
     )
     simulator, live, found = Simulator(made, cluster), LiveBytes(made), []
-    for _, routed in walked:
-        update = made.dense_bytes + sum(
-            np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.sizes.expert_bytes
-            for step, layer in zip(routed, made.layers, strict=True)
-        )
-        predicted = simulator.step(routed, update=update)
-        memory = count_memory(
-            made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.config.rematerialize
-        )
-        held = live.step(routed, optimizer_bytes=options.optimizer_bytes)
-        loads = [step.computed.sum(0) for step in routed]
-        result = Result(
-            cluster=cluster.name,
-            policy=name,
-            seconds=predicted.seconds,
-            waited=float(predicted.waited.max()),
-            imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
-            replicas=float(np.mean([step.placement.num_replicas for step in routed])),
-            node_bytes=float(predicted.sent.max()),
-            states=memory.states,
-            slot_bytes=memory.slots,
-            peak=float(held.peak.max()),
-            mean_peak=float(held.peak.mean()),
-            activations=float(held.most_activations.max()),
-            mean_activations=float(held.most_activations.mean()),
-        )
-        found.append(result)
+    for _, groups in walked:
+        each = [_result(name, routed, made, cluster, simulator, live, options) for routed in groups]
+        slowest = max(each, key=lambda one: one.seconds)
+        replicas = sum(one.replicas for one in each)
+        found.append(replace(slowest, replicas=replicas, imbalance=max(one.imbalance for one in each)))
     numbers = [key for key, value in asdict(found[0]).items() if isinstance(value, float)]
     means: dict[str, Any] = {key: float(np.mean([getattr(one, key) for one in found])) for key in numbers}
     return replace(found[0], **means)
+
+
+def _result(
+    name: str,
+    routed: Sequence[LayerStep],
+    made: Capture,
+    cluster: ClusterSpec,
+    simulator: Simulator,
+    live: LiveBytes,
+    options: Options,
+) -> Result:
+    """Return the result of one step, of one group."""
+    update = made.dense_bytes + sum(
+        np.asarray(step.placement.owners.counts, dtype=np.float64) * layer.sizes.expert_bytes
+        for step, layer in zip(routed, made.layers, strict=True)
+    )
+    predicted = simulator.step(routed, update=update)
+    memory = count_memory(
+        made, routed, optimizer_bytes=options.optimizer_bytes, rematerialize=options.config.rematerialize
+    )
+    held = live.step(routed, optimizer_bytes=options.optimizer_bytes)
+    loads = [step.computed.sum(0) for step in routed]
+    return Result(
+        cluster=cluster.name,
+        policy=name,
+        seconds=predicted.seconds,
+        waited=float(predicted.waited.max()),
+        imbalance=float(np.mean([load.max() / max(1e-9, load.mean()) for load in loads])),
+        replicas=float(np.mean([step.placement.num_replicas for step in routed])),
+        node_bytes=float(predicted.sent.max()),
+        states=memory.states,
+        slot_bytes=memory.slots,
+        peak=float(held.peak.max()),
+        mean_peak=float(held.peak.mean()),
+        activations=float(held.most_activations.max()),
+        mean_activations=float(held.most_activations.mean()),
+    )
