@@ -76,6 +76,9 @@ def simulate(
             rematerialize=config.rematerialize if rematerialize is None else rematerialize,
             expert_group=config.expert_group if expert_group is None else _group_of(expert_group),
         )
+        if isinstance(config.expert_group, int):
+            for spec in clusters:
+                spec.of_group(config.expert_group)
         makers = {name: policy_named(name, config.replicas) for name in policy}
         options = Options(config=config, steps=steps, optimizer_bytes=optimizer_bytes)
     except (ClusterError, ValueError, TypeError) as error:

@@ -92,7 +92,14 @@ class ClusterSpec:
         return self.nodes * self.gpus
 
     def of_group(self, ranks: int) -> ClusterSpec:
-        """Return the part of the cluster that a group of so many ranks has: whole nodes, or part of one."""
+        """Return the part of the cluster that a group of so many ranks has: whole nodes, or part of one.
+
+        Raises ClusterError if it is neither, or ranks make no whole groups.
+        """
+        if ranks < 1 or self.ranks % ranks:
+            raise ClusterError(
+                f"hecate: cluster {self.name}: its {self.ranks} ranks do not make whole groups of {ranks}"
+            )
         if max(ranks, self.gpus) % min(ranks, self.gpus):
             raise ClusterError(
                 f"hecate: cluster {self.name}: groups of {ranks} ranks are neither whole nodes of {self.gpus} nor "

@@ -63,6 +63,17 @@ def test_it_predicts_every_policy(folder: Path) -> None:
     assert "hecate" in done.stdout and "times as fast" in done.stdout
 
 
+def test_groups_of_ranks(folder: Path) -> None:
+    out = folder / "out.json"
+    done = simulate(folder, *MODEL_AND_CLUSTER, "--expert-group", "2", "--policy", "static", "--json", str(out))
+    assert done.exit_code == 0, done.stderr
+    flat = simulate(folder, *MODEL_AND_CLUSTER, "--policy", "static", "--json", str(folder / "flat.json"))
+    assert flat.exit_code == 0, flat.stderr
+    (grouped,), (whole,) = (json.loads(path.read_text()) for path in (out, folder / "flat.json"))
+    assert grouped["states"] > whole["states"], "a rank owns twice as many experts"
+    assert grouped["seconds"] != whole["seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -74,6 +85,8 @@ def test_it_predicts_every_policy(folder: Path) -> None:
         ([*MODEL_AND_CLUSTER, "--policy", "os:getcwd"], "no hecate.Policy"),
         ([*MODEL_AND_CLUSTER, "--policy", "none.py:Mine"], "expected file.py:Class"),
         ([*MODEL_AND_CLUSTER, "--policy", "no_such:Mine"], "No module named"),
+        ([*MODEL_AND_CLUSTER, "--expert-group", "many"], "expected a number of ranks, or auto"),
+        ([*MODEL_AND_CLUSTER, "--expert-group", "3"], "its 4 ranks do not make whole groups of 3"),
         ([*MODEL_AND_CLUSTER, "--workload", "mild"], "no workload 'mild'"),
         ([*MODEL_AND_CLUSTER, "--trace", "{}/two.toml"], "not a trace"),
         ([*MODEL_AND_CLUSTER, "--trace", "{}/owners.npz"], "owners are not"),
