@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hecate.compiled_model import is_compiled
 from hecate.config import Config
@@ -82,15 +82,24 @@ def mesh_of_splits(model: nn.Module, experts: Sequence[ExpertsModule]) -> Device
                 f"{what}, and one of experts, which Hecate splits itself. Leave experts out of the plan for tensor "
                 'parallelism: in a tp_plan of transformers give them and their parameters the style "replicate"'
             )
-        if any(isinstance(placement, Partial) for placement in tensor.placements):
-            raise RuntimeError(f"{what}. Parameters must be replicated or sharded; a partial sum is none")
-        found = found if found is not None else tensor.device_mesh
-        if tensor.device_mesh.ndim != 1 or tensor.device_mesh != found:
+        if any(type(placement) not in (Replicate, Shard) for placement in tensor.placements):
             raise RuntimeError(
-                f"{what}; expected a mesh of one dimension, the same for all parameters, {found} for those before. "
+                f"{what}. Expected Replicate() or Shard(dim): no checkpoint can be written of others. In a "
+                'tp_plan of transformers give what is packed the style "replicate"'
+            )
+        if tensor.is_meta:
+            raise RuntimeError(
+                f"{what}, and has no values yet, which rank 0 alone could make. Give it real tensors first, by "
+                "model.to_empty(device=...) and its own initialization on all ranks, or by loading weights"
+            )
+        if tensor.device_mesh.ndim != 1 or (found is not None and tensor.device_mesh != found):
+            before = f"; that of those before is {found}" if found is not None else ""
+            raise RuntimeError(
+                f"{what}; expected a mesh of one dimension, the same for all parameters{before}. "
                 'Along the other dimensions Hecate itself trains, and hecate.Config(dense="shard") splits what is '
                 "outside of the experts"
             )
+        found = tensor.device_mesh
     return found
 
 
@@ -164,11 +173,15 @@ def describe_model(model: nn.Module, config: Config) -> list[str]:
     # Ranks that dump take no graph from a cache, and then no other rank may.
     lines.append(f"graphs are dumped: {dump_options(config) is not None}")
     lines += [
-        f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        f"parameter {name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_placements(p)}"
         for name, p in model.named_parameters()
     ]
     lines += [f"buffer {name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     return lines
+
+
+def _placements(parameter: torch.Tensor) -> str:
+    return f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
 
 
 def check_no_max_norm(model: nn.Module, world: World) -> None:

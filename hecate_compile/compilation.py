@@ -112,6 +112,7 @@ class _Found:
     attention: AttentionConfig
     loops: ChangedLoops
     text_model: nn.Module | None  # traced alone, if it is
+    split_along: DeviceMesh | None  # between whose ranks parameters are split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +216,7 @@ def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
         loops=loops,
         # With sparse attention the model is one graph.
         text_model=find_text_model(model, experts) if experts and config.attention is None else None,
+        split_along=split,
     )
 
 
@@ -253,7 +255,12 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
         shard_dense=shard_dense,
         towers=towers,
     )
-    syncs = GradientSyncs(whole=sync, split=sync.among(found.mesh.batch), shards=sync.among(found.mesh.twins))
+    syncs = GradientSyncs(
+        whole=sync,
+        split=sync.among(found.mesh.batch),
+        shards=sync.among(found.mesh.twins),
+        split_along=found.split_along,
+    )
     replicated, twins = install_reads(model, syncs, step, param_dtype)
     size_up(experts, layers, param_dtype, rematerialize=config.rematerialize)
     for layer in layers:
@@ -365,7 +372,7 @@ def _forward(
         step=sharded.step,
         precision=config.mixed_precision,
         outside_gradients=outside_gradients,
-        same_batches=SameBatches(found.mesh.batch, enabled=in_graphs),
+        same_batches=SameBatches(everyone, enabled=in_graphs, copies=found.mesh.copies),
         whole_layers=WholeLayers(model, found.experts, syncs.whole, gathering),
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,

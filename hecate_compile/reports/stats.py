@@ -78,7 +78,7 @@ class Stats:
 
 
 # Numbers of a layer that each rank tells, before its rows by expert.
-_OWN = 5
+_OWN = 6
 
 
 def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
@@ -90,14 +90,16 @@ def collect_stats(layers: Sequence[Layer], mesh: Mesh) -> Stats:
         assert layer.counts is not None
         per_expert = layer.counts.cpu().sum(0)
         rows = layer.rows if mesh.group.size > 1 else int(per_expert.sum())
-        own = (rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas)
+        # Ranks between which tensors are split compute the same rows: one of them counts.
+        counts = world.rank == mesh.ranks[0] == min((world.rank, *mesh.copies))
+        own = (rows, layer.bytes_sent, layer.node_bytes_sent, layer.expert_bytes_sent, layer.replicas, counts)
         assert len(own) == _OWN
         mine += [torch.tensor(own, device="cpu"), per_expert]
     told = collectives.all_gather_even(torch.cat(mine).to(world.control_device), world).cpu()
     for layer, of_ranks in zip(seen, told.split([_OWN + layer.num_experts for layer in seen], 1), strict=True):
-        # Ranks of a group know the same of its experts, and groups follow one another.
-        of_groups = of_ranks[:: mesh.group.size].sum(0).tolist()
-        replicas, expert_rows = of_groups[_OWN - 1], of_groups[_OWN:]
+        # Ranks of a group know the same of its experts.
+        of_groups = of_ranks[of_ranks[:, _OWN - 1] > 0].sum(0).tolist()
+        replicas, expert_rows = of_groups[_OWN - 2], of_groups[_OWN:]
         rows_of, sent, crossed, experts_sent, *_ = of_ranks.t().tolist()
         found.append(
             LayerStats(

@@ -79,9 +79,18 @@ class Additions:
             "Add the same ones on every rank, or add them before.",
             world,
         )
+        syncs = {name: self._syncs.of(parameter, name) for name, parameter in new.items()}
+        known = {id(record.parameter): record for record in self._records if record.exists}
+        for name, parameter in new.items():
+            record = known.get(id(parameter))
+            if record is not None and record.sync is not syncs[name]:
+                raise RuntimeError(
+                    f"hecate: {name} was {'a whole tensor' if record.sync is self._syncs.whole else 'a DTensor'} in "
+                    "hecate.compile, and something put the other into its place. Copy values into the parameter"
+                )
         with torch.no_grad():
-            for parameter in new.values():
-                collectives.broadcast(collectives.part_of(parameter.detach()), self._syncs.of(parameter).world)
+            for name, parameter in new.items():
+                collectives.broadcast(collectives.part_of(parameter.detach()), syncs[name].world)
         added = install_replicated_reads(model, self._syncs, self._step, self._param_dtype)
         self._records = [record for record in self._records if record.exists]
         replaced = [record for record in self._records if any(record.parameter is p for p in new.values())]

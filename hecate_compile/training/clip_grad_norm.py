@@ -43,6 +43,8 @@ def _total_norm(
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     worlds = worlds_of_gradients()
     owned = [tensor for tensor in tensors if id(tensor) in worlds]
+    if not owned and len(_by_kind(tensors)) < 2:
+        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if not owned:
         return _whole_norm(tensors, float(norm_type), foreach, error_if_nonfinite)
     whole = _whole_norm([tensor for tensor in tensors if id(tensor) not in worlds], float(norm_type), foreach)
@@ -63,8 +65,8 @@ def get_total_norm(
 ) -> torch.Tensor:
     """Return the norm of the gradients of a whole model, on every rank.
 
-    It is for pipelines, whose stages torch's function, which takes gradients, does not know. A collective: all ranks
-    call it after a backward with gradient synchronization on.
+    It takes parameters, where torch's function takes gradients, and knows stages of a pipeline. A collective: all
+    ranks call it after a backward with gradient synchronization on.
 
     Args:
         parameters: the compiled model, or parameters, also of several.
@@ -76,6 +78,7 @@ def get_total_norm(
         The norm, a float32 scalar.
 
     Raises:
+        TypeError: a tensor is no parameter.
         ValueError: ``norm_type`` is not positive.
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
     """
@@ -135,6 +138,11 @@ def _norm_of(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"{function}: norm_type must be greater than 0, got {norm_type}")
+    if any(not isinstance(p, nn.Parameter) and not p.requires_grad for p in parameters):
+        raise TypeError(
+            f"{function}: expected the model or its parameters, got a tensor without gradient, perhaps a gradient "
+            "itself, as torch.nn.utils.get_total_norm takes"
+        )
     shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
     whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
     owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
@@ -177,7 +185,8 @@ def _whole_norm(
         norm = _local_norm(gradients, order, error_if_nonfinite, foreach)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norms = [_whole_norm(same, order, foreach, error_if_nonfinite) for same in kinds]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), order)
+    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms])
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), order)
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

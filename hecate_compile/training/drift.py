@@ -170,7 +170,7 @@ class DriftCheck:
             f"  {name} of rank {numbers[rank]} is off rank {numbers[0]}'s by {-off:.1e}"
             for _, off, name, rank in offs[:_SHOWN]
         ]
-        alike = "each has whole" if self._world is self._world.everyone else "their groups share"
+        alike = "each has whole" if self._world is self._world.everyone else "they share"
         what = f"ranks have other values of {len(offs)} of the {total} parameters that {alike}:"
         return Drift("\n".join([what, *lines]), all(rounding for rounding, *_ in offs))
 
@@ -191,10 +191,13 @@ _FACTOR = 6364136223846793005
 
 
 class SameBatches:
-    """Compares the inputs of the first training forwards between ranks, once and in one collective."""
+    """Compares the inputs of the first training forwards between ranks, once and in one collective.
 
-    def __init__(self, world: World, *, enabled: bool) -> None:
-        self._world = world
+    Warns if all are the same. Raises on all ranks if those differ between which tensors are split.
+    """
+
+    def __init__(self, world: World, *, enabled: bool, copies: Sequence[int] = ()) -> None:
+        self._world, self._first = world, min(copies, default=world.rank)
         self._forwards = 0 if enabled and world.group is not None else _FORWARDS + 1
         self._digest: Tensor | None = None
 
@@ -216,12 +219,22 @@ class SameBatches:
         world, mine = self._world, self._digest
         self._digest = None
         inputs = torch.zeros((), dtype=torch.int64, device=world.device) if mine is None else mine
-        told = torch.stack([inputs, torch.full_like(inputs, mine is not None)])
+        told = torch.stack([inputs, *(torch.full_like(inputs, own) for own in (mine is not None, self._first))])
         # This collective must not run at the same time as those that graphs have started.
         world.queue.drain()
         with doing("the comparison of batches"):
             every = collectives.all_gather_even(told.to(world.control_device), world).tolist()
-        if world.rank == 0 and all(line == every[0] for line in every) and every[0][1]:
+        firsts = [every[first] for *_, first in every]
+        apart = next((rank for rank, line in enumerate(every) if line[:2] != firsts[rank][:2]), None)
+        if apart is not None:
+            raise DisagreementError(
+                f"hecate: ranks {every[apart][2]} and {apart} share split tensors (tensor parallelism), so they "
+                "compute the same of one batch, but had others in the first forwards. Give them the same: "
+                'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())'
+            )
+        # One rank of each line, and of several.
+        every = [line for rank, line in enumerate(every) if line[2] == rank]
+        if world.rank == 0 and len(every) > 1 and all(line[:2] == every[0][:2] for line in every) and every[0][1]:
             warnings.warn(
                 f"hecate: in the first {_FORWARDS} training forwards all {world.size} ranks had the same batches, so "
                 f"{world.size} ranks do the work of one. A loader must know of ranks to give each its own part of "

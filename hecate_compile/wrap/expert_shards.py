@@ -170,5 +170,6 @@ def count_dense(model: torch.nn.Module) -> int:
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         if parameter.ndim == 2 and (shard is None or shard.part != "experts") and re.search(r"(^|\.)\d+\.", name):
-            count += (shard.full_shape if shard is not None else parameter.shape).numel()
+            # Of a DTensor a rank computes its part.
+            count += shard.full_shape.numel() if shard is not None else collectives.part_of(parameter).numel()
     return count

@@ -123,9 +123,9 @@ def install_replicated_reads(
             records = module.__dict__.setdefault(_RECORDS, _Records())
             if key not in records and key in getattr(type(module), _READERS, ()):
                 raise no_longer_the_shard(qualified)
-            record = known.get(id(parameter))
+            record, own = known.get(id(parameter)), syncs.of(parameter, qualified)
             if record is None:
-                record = known[id(parameter)] = add_replicated(module, key, syncs.of(parameter), name=qualified)
+                record = known[id(parameter)] = add_replicated(module, key, own, name=qualified)
                 new.append(record)
             if records.get(key) is not record:
                 records[key] = record

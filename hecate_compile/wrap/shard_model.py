@@ -78,7 +78,7 @@ def shard_model(
 def _copy_from_rank0(model: nn.Module, mesh: Mesh) -> None:
     """Give whole parameters and buffers rank 0's values, so that differently seeded ranks train one model.
 
-    Of what is split along another mesh, the first rank with the same part has those.
+    DTensors get those of the first rank with the same part.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         world = mesh.batch if isinstance(tensor, DTensor) else mesh.everyone

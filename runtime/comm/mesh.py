@@ -20,8 +20,8 @@ from hecate.runtime.comm.world import World, be_current, find_world, world_among
 class Mesh:
     """The ranks of one model by what they share.
 
-    What is sharded is sharded in the group, and averaged over twins; what is whole is averaged over everyone; what
-    the model has split along another mesh, as tensor parallelism does, over those that have the same part.
+    What is sharded is sharded in the group, and averaged over twins; what is whole is averaged over everyone;
+    DTensors, as tensor parallelism makes them, are averaged over the ranks with the same part.
 
     Attributes:
         everyone: the ranks that train the model. They agree on its graphs, its options and its steps, average the
@@ -29,16 +29,18 @@ class Mesh:
         group: those of them between whom experts and dense rows are sharded. Routed tokens, counts and replicas
             travel between these, and placements and owners are of these. Everyone, where there is one group.
         twins: the ranks with this one's place in each group: they own the same experts and rows, equal to the last
-            bit, and average the gradients of these. This rank alone, where there is one group. Ranks between which
-            tensors are split compute the same of one batch; each of them is in a group of its own.
-        batch: the ranks with other parts of the batch, which have the same part of each split tensor. Everyone, where
-            none is split.
+            bit, and average the gradients of these. This rank alone, where there is one group.
+        batch: the ranks with other parts of the batch, and with the same part of each DTensor. Everyone, where
+            there are none.
+        copies: numbers among everyone of the ranks between which DTensors are split, this one with them. They compute
+            the same of one batch, each in another group. Nobody, where there are none.
     """
 
     everyone: World
     group: World
     twins: World
     batch: World
+    copies: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -138,9 +140,10 @@ def _beside(
     groups = (split.get_group(),) if known.group is None else (known.group, split.get_group())
     found = _grouped(table, groups, device, known if mesh is None else None)
     batch = sorted(line[split.get_local_rank()] for line in lines)
+    copies = tuple(map(ranks.index, line_of[dist.get_rank()]))
     if len(batch) == found.group.size:
-        return replace(found, batch=found.group)
-    return replace(found, batch=_some(batch, ranks, groups, found.everyone, own_queue=False))
+        return replace(found, batch=found.group, copies=copies)
+    return replace(found, batch=_some(batch, ranks, groups, found.everyone, own_queue=False), copies=copies)
 
 
 # Ranks of the largest group that is chosen by itself: with more, rows and plans take longer than a group saves.

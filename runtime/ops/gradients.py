@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hecate.private import foreach_copy_, parameters_of
+from hecate.private import backward_number, foreach_copy_, parameters_of
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import Job
 from hecate.runtime.comm.world import World
@@ -84,12 +85,20 @@ class GradientSyncs:
     """How the gradients of one model are averaged, by what its ranks have of a parameter."""
 
     whole: GradientSync  # over everyone
-    split: GradientSync  # of parts along another mesh (DTensors), over the ranks with the same part
+    split: GradientSync  # of DTensors, over the ranks with the same part
     shards: GradientSync  # over twins
+    split_along: DeviceMesh | None = None  # the mesh of all DTensors
 
-    def of(self, parameter: Tensor) -> GradientSync:
-        """Return that of a parameter which is no shard."""
-        return self.split if isinstance(parameter, DTensor) else self.whole
+    def of(self, parameter: Tensor, name: str) -> GradientSync:
+        """Return that of a parameter which is no shard.
+
+        Raises RuntimeError for a DTensor on another mesh than those that the model was compiled with.
+        """
+        if not isinstance(parameter, DTensor):
+            return self.whole
+        if parameter.device_mesh != self.split_along:
+            raise _split_afterwards(name, f"a DTensor on {parameter.device_mesh}")
+        return self.split
 
 
 @dataclass(eq=False)
@@ -106,6 +115,7 @@ class ReplicatedParameter:
     # The parameters that have its gradient afterwards, if it is dealt out to others.
     holders: Callable[[], Sequence[Tensor]] | None = None
     averaged: bool = False  # the gradient that arrives next has been through :func:`_average_gradients`
+    took_owed: int | None = None  # the number of the backward in which ``param.grad``, left local before, went along
 
     @property
     def exists(self) -> bool:
@@ -128,9 +138,23 @@ class ReplicatedParameter:
         return collectives.part_of(gradient) if gradient is not None else None
 
     def take_averaged(self) -> bool:
-        """Tell whether the gradient that just arrived went through the all-reduce; the next one starts anew."""
+        """Tell whether the gradient that just arrived went through the all-reduce; the next one starts anew.
+
+        What was left local, and went along in this backward, is cleared. It stays where a backward for other inputs
+        made a mean that nobody gets.
+        """
         averaged, self.averaged = self.averaged, False
+        took, self.took_owed = self.took_owed == backward_number(), None
+        if averaged and took and (owed := self.gradient) is not None:
+            owed.zero_()
         return averaged
+
+
+def _split_afterwards(name: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"hecate: {name} is {what} now, which hecate.compile has not seen. Split parameters by tensor parallelism "
+        "before hecate.compile"
+    )
 
 
 REPLICATED: Registry[ReplicatedParameter] = Registry("replicated parameter")
@@ -162,8 +186,11 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         return Job(sync.world.queue, lambda: local)
     own_dtype = grads[0].dtype
     dtype = sync.travels_as(own_dtype)
-    # What was dealt out is averaged when the backward ends.
-    owing = [record for record in records if sync.switches.owed and record.holders is None]
+    # What was dealt out is averaged when the backward ends, and what went along in this one does so once.
+    now = backward_number()
+    owing = [
+        record for record in records if sync.switches.owed and record.holders is None and record.took_owed != now
+    ]
     if sync.hooked:
         for record in owing:
             # Buckets must be of one length on all ranks, and another rank may have some.
@@ -185,7 +212,8 @@ def _average_gradients(grads: Sequence[Tensor], ids: Sequence[int]) -> Job:
         for part, gradient in zip(parts, owed, strict=True):
             if gradient is not None:
                 part += gradient
-                gradient.zero_()
+        for record in owing:
+            record.took_owed = now
 
     def run() -> list[Tensor]:
         sync.average(buffer)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import Graph
 
@@ -28,7 +28,7 @@ from hecate.wrap.shard import shard_of
 from tests.support.adversaries import Anything
 from tests.support.models import batch, build
 from tests.support.parity import compiled_on_free_links, error_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import message_of, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -172,9 +172,55 @@ def exported(folder: str) -> tuple[bool, ...]:
     )
 
 
+def other_batches() -> str:
+    """What ranks are told that have other batches, but parts of one model."""
+    model, _, _ = _models("torch")
+    own = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def train() -> None:
+        for _ in range(5):
+            model(input_ids=own, labels=own).loss.backward()
+
+    return message_of(train)
+
+
+def split_afterwards() -> str:
+    model = compiled_on_free_links(build("mixtral", layers=1))
+    model(input_ids=batch(0), labels=batch(0)).loss.backward()
+    _by_torch(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"])
+    return message_of(lambda: model(input_ids=batch(0), labels=batch(0)))
+
+
+def split_otherwise() -> list[str]:
+    """What is refused: other placements on ranks with other batches, and tensors without values."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for changed in ("placements", "meta"):
+        model = build("mixtral", layers=1)
+        with torch.device("meta") if changed == "meta" else contextlib.nullcontext():
+            head = nn.Parameter(torch.zeros(model.lm_head.weight.shape))
+        placement = Shard(mesh["dp"].get_local_rank() if changed == "placements" else 0)
+        model.lm_head.weight = nn.Parameter(distribute_tensor(head, mesh["tp"], [placement]))
+        found.append(message_of(lambda model=model: compiled_on_free_links(model)))
+    return found
+
+
+def counted() -> list[int]:
+    """Rows of experts, which copies compute, too, and the tokens' own choices."""
+    model, _, mesh = _models("torch")
+    _backward(model, batch(0), mesh)
+    return [sum(layer.expert_rows) for layer in hecate.stats(model).layers] + [2 * batch(0).numel()]
+
+
 def everything(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(name) for name in CASES}
-    return found | {"accumulated": accumulated(), "exported": exported(folder)}
+    return found | {
+        "accumulated": accumulated(),
+        "exported": exported(folder),
+        "counted": counted(),
+        "other batches": other_batches(),
+        "otherwise": split_otherwise(),
+        "afterwards": split_afterwards(),
+    }
 
 
 @cache
@@ -194,6 +240,23 @@ def test_it_trains_as_one_process_does(name: str) -> None:
 
 def test_gradients_accumulate() -> None:
     assert max(found["accumulated"] for found in _everything()) < EXACT
+
+
+def test_copies_count_once_in_stats() -> None:
+    for found in _everything():
+        assert len({*found["counted"]}) == 1, found["counted"]
+
+
+def test_what_would_train_something_else_is_told() -> None:
+    for found in _everything():
+        assert "DisagreementError" in found["other batches"] and "num_replicas=mesh" in found["other batches"]
+        assert "compute the same of one batch" in found["other batches"]
+        placements, meta = found["otherwise"]
+        assert "ranks disagree on the model or its options" in placements and "Shard" in placements
+        assert "lm_head.weight is a DTensor" in meta and "has no values yet" in meta
+        assert (
+            "q_proj.weight is a DTensor on" in found["afterwards"] and "before hecate.compile" in found["afterwards"]
+        )
 
 
 def test_export_and_load_pretrained_know_split_parameters() -> None:
@@ -230,8 +293,10 @@ def stage(directory: str, tensor_ranks: int, first: bool) -> dict[str, Any]:
 
 
 def _sums(model: nn.Module) -> list[float]:
+    """Numbers that change with the order of elements, too."""
     with torch.no_grad():
-        return [float((_whole(p).double() ** 2).sum()) for p in model.state_dict().values()]
+        wholes = [_whole(p).double().flatten() for p in model.state_dict().values()]
+        return [float((whole * torch.arange(1, 1 + len(whole))).sum()) for whole in wholes]
 
 
 def test_checkpoints_go_between_any_ranks(tmp_path: Path) -> None:
