@@ -32,7 +32,7 @@ class ClusterSpec:
         node_bytes: bytes per second of a node's link, in each direction.
         latency: seconds that a collective takes with next to nothing to carry.
         ring: further seconds of a collective around all ranks (all-gather, all-reduce), with nothing to carry.
-        hop: seconds that it takes longer for each further rank; in an all-reduce, for each doubling of ranks.
+        hop: seconds that it takes longer for each further rank; in an all-reduce, twice for each doubling of ranks.
         plan, plan_rank: seconds between counts and the exchange of rows in which a rank plans: at least, and more for
             each rank of the group.
         operator: seconds that an operator takes with nothing to compute; 0 where they are launched ahead of time.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import pgo
+from torch._dynamo.utils import counters
 
 # As many as it wants, and one more for other hooks, which it would otherwise not notice.
 _OPTIONS: dict[str, Any] = dict(
@@ -17,10 +18,10 @@ _OPTIONS: dict[str, Any] = dict(
 
 
 class PlainCompiled:
-    """A model under a plain torch.compile, with ``graphs`` so far."""
+    """A model under a plain torch.compile, with ``graphs`` so far, and whether it ``broke`` into several."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.broke = model, False
         # Which sizes Dynamo has seen change, by lines of code, which the compiled model has, too.
         self._seen: Any = None
         self.compile()
@@ -41,8 +42,10 @@ class PlainCompiled:
         with torch.no_grad():
             self.model.load_state_dict(like.state_dict())
         others, pgo._CODE_STATE = pgo._CODE_STATE, self._seen
+        breaks = counters["graph_break"].total()
         try:
             with torch._dynamo.config.patch(_OPTIONS):
                 yield self.model
         finally:
             self._seen, pgo._CODE_STATE = pgo._CODE_STATE, others
+            self.broke = self.broke or counters["graph_break"].total() > breaks

@@ -45,8 +45,10 @@ def draw_life(seed: int, number: int, turns: int = 30) -> DrawnLife:
         statistics=random.random() < 0.4,
         adapters=random.choice((None, None, None, "attention", "experts", "both")),
     )
-    if model.family == "DictMoE" and dress.adapters is not None:
-        # Experts that a loop leaves out where they have no rows are refused, if PEFT's code is in them.
+    whole = model.options["policy"] == "replicate" and "attention" in model.options
+    if dress.adapters is not None and (model.family == "DictMoE" or whole):
+        # Experts that a loop leaves out where they have no rows are refused, if PEFT's code is in them; and where
+        # experts are none of Hecate's, PEFT's code for them is in no graph, which sparse attention needs.
         dress = replace(dress, adapters="attention")
     if dress.balanced:
         options = {name: value for name, value in model.options.items() if name != "attention"}

@@ -77,8 +77,8 @@ class Pair(Loop):
         self.differ, self.saved = 0.0, None
         self.frozen: tuple[nn.Module, nn.Module] | None = None
         self.plain: PlainCompiled | None = None
-        # Made so far, of the model and of the plain one; and whether the last forward did not come to its end.
-        self.graphs, self.cut_short = (0, 0), False
+        # When counting began, of the model and of the plain one.
+        self.graphs = (0, 0)
         reference = build_reference(drawn, dress, 1)
         model = hecate.compile(build_dressed(drawn, dress, 2), drawn.config())
         case = Case("sgd", clip, 1, keep_zeros=False, ragged=False, actions=())
@@ -108,10 +108,10 @@ class Pair(Loop):
     # --- graphs ---
 
     def count_graphs(self) -> None:
-        """Compare with a plain torch.compile from now on, turn by turn; one rank does.
+        """Compare with a plain torch.compile from now on; one rank does.
 
-        With adapters the plain one breaks into many graphs, of which some do not see what has changed, and some come
-        to torch's limit and are compiled no more: there the sums count.
+        One that breaks into several graphs is no measure: of these some do not see what has changed, as other batches
+        with as many tokens.
         """
         self.graphs = self.graphs_so_far(), 0
         if self.rank == 0:
@@ -139,15 +139,13 @@ class Pair(Loop):
         if self.plain is not None:
             before, now = self.graphs, (self.graphs_so_far(), self.plain.graphs)
             ours, theirs = now[0] - before[0], now[1] - before[1]
-            if not self.cut_short and self.dress.adapters is None:
-                self.graphs = now
-            found = [f"{ours} more graphs, and {theirs} of a plain torch.compile" if ours > theirs else ""]
+            too_many = ours > theirs and not self.plain.broke
+            found = [f"{ours} more graphs, and {theirs} of a plain torch.compile" if too_many else ""]
         # No rank may end its life alone.
         dist.broadcast_object_list(found)
         return found[0]
 
     def call_plain(self, method: str = "__call__", **given: Any) -> None:
-        self.cut_short = False
         if self.plain is not None:
             with self.plain.running(self.reference) as model:
                 getattr(model, method)(**given)

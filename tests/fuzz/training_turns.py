@@ -169,11 +169,9 @@ class TrainingTurns(Pair):
     def bad_token(self) -> None:
         self.buffers.before_forward(training=True)
         super().bad_token()
-        # A plain model may fail before its first graph, and the compiled one in the first of several: it has a good
-        # batch, and graphs that follow are counted with those of the next forward.
+        # A plain model may fail before its first graph, the compiled one in the first of several.
         batch = self.batches()[self.rank]
         self.call_plain(input_ids=batch, labels=batch)
-        self.cut_short = True
 
     def refused(self) -> None:
         """Something that Hecate refuses: on all ranks, by the same words; a step after it is right."""
