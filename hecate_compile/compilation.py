@@ -76,7 +76,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
         model: any ``nn.Module`` with expert parameters ``[E, ...]``, or equal experts in a list; on the meta device
             it is made real shard by shard. With ``Config(attention=...)`` it may have none.
         config: see :class:`Config`.
-        mesh: a ``DeviceMesh`` of one dimension, by default all ranks; or of two, groups and the ranks of each.
+        mesh: a ``DeviceMesh`` of one dimension, by default all ranks; or of two, groups and the ranks of each. Where
+            parameters are DTensors (tensor parallelism), the dimensions along which the batch is split.
 
     Returns:
         The same object.
@@ -89,7 +90,8 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
         UnsupportedAttentionError: a layer cannot have the attention that ``Config(attention=...)`` asks for; the
             first call of the model raises it too.
         DisagreementError: ranks hold different models or use different options.
-        RuntimeError: the model is compiled or wrapped already, or an optimizer holds its parameters; or with
+        RuntimeError: the model is compiled or wrapped already, or split as no rank can train it; or an optimizer
+            holds its parameters; or with
             ``Config(transport="symmetric")`` ranks cannot share memory.
         ValueError: a wrong option, mesh or device.
         TypeError: not an ``nn.Module``, or not a :class:`Config`.

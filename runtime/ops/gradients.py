@@ -97,7 +97,10 @@ class GradientSyncs:
         if not isinstance(parameter, DTensor):
             return self.whole
         if parameter.device_mesh != self.split_along:
-            raise _split_afterwards(name, f"a DTensor on {parameter.device_mesh}")
+            raise RuntimeError(
+                f"hecate: {name} is a DTensor on {parameter.device_mesh} now, unknown to hecate.compile. Split "
+                "parameters by tensor parallelism before hecate.compile"
+            )
         return self.split
 
 
@@ -148,13 +151,6 @@ class ReplicatedParameter:
         if averaged and took and (owed := self.gradient) is not None:
             owed.zero_()
         return averaged
-
-
-def _split_afterwards(name: str, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"hecate: {name} is {what} now, which hecate.compile has not seen. Split parameters by tensor parallelism "
-        "before hecate.compile"
-    )
 
 
 REPLICATED: Registry[ReplicatedParameter] = Registry("replicated parameter")

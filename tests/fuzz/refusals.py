@@ -43,7 +43,12 @@ def _communicates(life: Any) -> bool:
 def _meets_first(life: Any) -> bool:
     """Whether ranks meet before anything else: a collective before that leaves a rank behind, and the run ends."""
     options, buffers = life.drawn.options, life.dress.balanced or life.dress.statistics
-    gathers = options["policy"] == "gather" or options.get("dense") == "shard" or options.get("disable_passes")
+    # A policy may have replicas, which come before the counts in which ranks meet.
+    gathers = (
+        options["policy"] in ("gather", "anything")
+        or options.get("dense") == "shard"
+        or options.get("disable_passes")
+    )
     return _communicates(life) and not (buffers or gathers or options.get("reshard_every"))
 
 
