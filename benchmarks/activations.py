@@ -169,10 +169,10 @@ def predict(system: str, size: Size, workloads: Sequence[str] = WORKLOADS) -> di
         made = capture(model, {"input_ids": ids, "labels": ids}, cluster, config)
     live, found = LiveBytes(made), {}
     for workload in workloads:
-        ((_, routed),) = walk(
+        ((_, (routed,)),) = walk(
             # A policy remembers steps.
             copy.deepcopy(config.policy),
-            counts_of(workload, size),
+            counts_of(workload, size)[None],
             [layer.owners for layer in made.layers],
             topology=cluster.topology,
             rates=config.rates,

@@ -67,7 +67,8 @@ def _check_no_fsdp(model: nn.Module) -> None:
 def mesh_of_splits(model: nn.Module, experts: Sequence[ExpertsModule]) -> DeviceMesh | None:
     """Return the mesh between whose ranks the model has split parameters (DTensors), as tensor parallelism does.
 
-    Raises RuntimeError for DTensors that Hecate does not take: those of experts, buffers, and such on several meshes.
+    Raises RuntimeError for DTensors that Hecate does not take: those of experts, buffers, such on several meshes, on
+    the meta device, or neither replicated nor sharded plainly.
     """
     of_experts = {id(parameter) for one in experts for parameter in one.module.parameters()}
     found: DeviceMesh | None = None

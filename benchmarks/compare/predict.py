@@ -92,9 +92,9 @@ def _seconds_alone(shape: shapes.Shape, times: int, cluster: ClusterSpec) -> flo
     one, small = replace(cluster, nodes=1, gpus=1), systems.alone(shape, times)
     made = _capture(small, one, Static())
     even = make("balanced", steps=1, layers=shape.layers, ranks=1, experts=small.experts, rows=small.rows)
-    ((_, routed),) = walk(
+    ((_, (routed,)),) = walk(
         Static(),
-        even,
+        even[None],
         [layer.owners for layer in made.layers],
         topology=one.topology,
         rates=one.rates,
@@ -147,7 +147,7 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
             # A policy remembers steps, so each workload gets its own.
             walked = walk(
                 copy.deepcopy(policy),
-                counts,
+                counts[None],
                 owners,
                 topology=cluster.topology,
                 rates=rates,
@@ -156,7 +156,7 @@ def predict_launch(shape: shapes.Shape, names: Sequence[str], launch: dict[str, 
             )
             done = [
                 beside(Simulator(made, _slowed(cluster, times)), layers, update, launch["alone"]["beside"])
-                for (_, layers), times in zip(walked, paces(launch, workload, name), strict=True)
+                for (_, (layers,)), times in zip(walked, paces(launch, workload, name), strict=True)
             ]
             found[workload][name] = statistics.median(
                 one.seconds + planned(sample["planning"], one.spans, shape.layers)

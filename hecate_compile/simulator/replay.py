@@ -46,31 +46,12 @@ def walk(
     rates: Rates,
     sizes: Sequence[LayerSizes],
     steps: Sequence[int] | None = None,
-) -> Iterator[tuple[int, list[LayerStep]]]:
-    """Run ``policy`` through counts, int64 ``[step, layer, rank, expert]``; it sees those of earlier steps only.
-
-    Yields the number and layers of ``steps``; in others rows are not split, which is most of the work.
-    """
-    for step, (found,) in walk_groups(
-        policy, counts[None], owners, topology=topology, rates=rates, sizes=sizes, steps=steps
-    ):
-        yield step, found
-
-
-def walk_groups(
-    policy: Policy,
-    counts: Ints,
-    owners: Sequence[Owners],
-    *,
-    topology: Topology,
-    rates: Rates,
-    sizes: Sequence[LayerSizes],
-    steps: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[list[LayerStep]]]]:
-    """Do as :func:`walk` for groups of ranks, with counts ``[group, step, layer, rank, expert]``.
+    """Run ``policy`` through counts, int64 ``[group, step, layer, rank, expert]``; it sees earlier steps only.
 
-    Yields layers by group. Each makes placements of its own in its ``topology``; the first chooses the owners of all,
-    from their mean load.
+    Yields the number of each of ``steps``, and its layers by group; in others rows are not split, which is most of
+    the work. Each group makes placements of its own in its ``topology``; the first chooses the owners of all, from
+    their mean load.
     """
     groups, count, layers = counts.shape[:3]
     current, policies = list(owners), [policy, *(copy.deepcopy(policy) for _ in counts[1:])]
@@ -203,7 +184,7 @@ def replay(
     costs = [CostModel(topology=topology, sizes=one, rates=rates) for one in sizes]
     last = [Placement.owned(one) for one in start]
     same_node = topology.nodes[:, None] == topology.nodes[None, :]
-    for step, routed in walk(policy, counts, start, topology=topology, rates=rates, sizes=sizes):
+    for step, (routed,) in walk(policy, counts[None], start, topology=topology, rates=rates, sizes=sizes):
         for layer, made in enumerate(routed):
             moved += made.moved
             moves[step, layer] = _move_seconds(last[layer], made.planned, costs[layer], keeps_states)

@@ -15,7 +15,7 @@ from hecate.runtime.state.overlap_window import dense_seconds
 from hecate.simulator.capture import Capture, capture
 from hecate.simulator.cluster import ClusterSpec
 from hecate.simulator.live_bytes import LiveBytes, count_memory
-from hecate.simulator.replay import LayerStep, walk_groups
+from hecate.simulator.replay import LayerStep, walk
 from hecate.simulator.step import Simulator
 from hecate.simulator.workloads import Counts
 
@@ -104,7 +104,7 @@ def _run(
     wanted = sorted(later.tolist())
     hidden = dense_seconds(made.tokens, made.dense_parameters, len(made.layers), cluster.flops)
     size = cluster.ranks // made.groups
-    walked = walk_groups(
+    walked = walk(
         policy,
         np.stack(np.split(counts[: wanted[-1] + 1], made.groups, axis=2)),
         [layer.owners for layer in made.layers],

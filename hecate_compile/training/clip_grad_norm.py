@@ -43,11 +43,10 @@ def _total_norm(
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     worlds = worlds_of_gradients()
     owned = [tensor for tensor in tensors if id(tensor) in worlds]
-    if not owned and len(_by_kind(tensors)) < 2:
-        return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if not owned:
-        return _whole_norm(tensors, float(norm_type), foreach, error_if_nonfinite)
-    whole = _whole_norm([tensor for tensor in tensors if id(tensor) not in worlds], float(norm_type), foreach)
+        norm_of = _local_norm if len(_by_kind(tensors)) < 2 else _whole_norm
+        return norm_of(tensors, norm_type, error_if_nonfinite, foreach)
+    whole = _whole_norm([tensor for tensor in tensors if id(tensor) not in worlds], norm_type, foreach=foreach)
     with doing("clip_grad_norm_"), torch.no_grad():
         norm = _with_owned(whole, owned, float(norm_type), worlds[id(owned[0])], foreach)
     if error_if_nonfinite:
@@ -146,7 +145,7 @@ def _norm_of(
     shards = [shard for parameter in parameters if (shard := shard_of(parameter)) is not None]
     whole = [p.grad for p in parameters if p.grad is not None and shard_of(p) is None]
     owned = [p.grad for p in parameters if p.grad is not None and shard_of(p) is not None]
-    norm = _whole_norm(whole, norm_type, foreach)
+    norm = _whole_norm(whole, norm_type, foreach=foreach)
     if shards:
         with doing(function):
             norm = _with_owned(norm, owned, norm_type, shards[0].world, foreach)
@@ -177,14 +176,14 @@ def _check_finite(norm: torch.Tensor, order: float, function: str = "hecate.clip
 
 
 def _whole_norm(
-    gradients: list[torch.Tensor], order: float, foreach: bool | None, error_if_nonfinite: bool = False
+    gradients: list[torch.Tensor], order: float, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     """Return the norm of gradients that all ranks have alike, DTensors beside tensors: torch takes no two kinds."""
     kinds = _by_kind(gradients)
     if len(kinds) < 2:
         norm = _local_norm(gradients, order, error_if_nonfinite, foreach)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norms = [_whole_norm(same, order, foreach, error_if_nonfinite) for same in kinds]
+    norms = [_whole_norm(same, order, error_if_nonfinite, foreach) for same in kinds]
     dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms])
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), order)
 

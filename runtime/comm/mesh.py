@@ -112,8 +112,10 @@ def _beside(
     experts: int | None,
 ) -> Mesh:
     """Return the ranks of ``mesh``, or all, and of all that share split tensors with them. A collective."""
-    given = find_mesh(mesh, device, expert_group, experts=experts) if mesh is not None else None
-    known = given.everyone if given is not None else find_world(None, device)
+    if mesh is None:
+        known = find_world(None, device)
+    else:
+        known = find_mesh(mesh, device, expert_group if mesh.ndim == 2 else None).everyone
     here, told = [dist.get_rank()], [split.mesh.tolist()]
     if known.group is not None:
         here, told = dist.get_process_group_ranks(known.group), gather_json(told[0], known)
@@ -139,11 +141,11 @@ def _beside(
     table = [[line_of[rank][part] for rank in row] for row in rows for part in range(split.size())]
     groups = (split.get_group(),) if known.group is None else (known.group, split.get_group())
     found = _grouped(table, groups, device, known if mesh is None else None)
-    batch = sorted(line[split.get_local_rank()] for line in lines)
-    copies = tuple(map(ranks.index, line_of[dist.get_rank()]))
-    if len(batch) == found.group.size:
-        return replace(found, batch=found.group, copies=copies)
-    return replace(found, batch=_some(batch, ranks, groups, found.everyone, own_queue=False), copies=copies)
+    ranks_of_batch = [line[split.get_local_rank()] for line in lines]
+    batch = found.group
+    if len(ranks_of_batch) > batch.size:
+        batch = _some(ranks_of_batch, ranks, groups, found.everyone, own_queue=False)
+    return replace(found, batch=batch, copies=tuple(map(ranks.index, line_of[dist.get_rank()])))
 
 
 # Ranks of the largest group that is chosen by itself: with more, rows and plans take longer than a group saves.

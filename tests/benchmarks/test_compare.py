@@ -170,14 +170,14 @@ def test_policies_did_what_they_do_offline(name: str) -> None:
             planned_with = replace(sizes, together=shape.top_k if by_node else 1)
             steps = walk(
                 systems.policies(shape)[system],
-                counts,
+                counts[None],
                 owners,
                 topology=topology,
                 rates=Rates(**launch["rates"]),
                 sizes=[planned_with] * shape.layers,
                 steps=[sample["step"] for sample in samples[system]],
             )
-            for sample, (_, layers) in zip(samples[system], steps, strict=True):
+            for sample, (_, (layers,)) in zip(samples[system], steps, strict=True):
                 assert np.asarray(sample["rows"]).T.tolist() == [layer.rows.sum(0).tolist() for layer in layers]
                 assert sample["replicas"][0] == [layer.placement.num_replicas for layer in layers], (workload, system)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hecate
 from benchmarks.emulator import network
@@ -92,13 +91,12 @@ def trained() -> dict[str, Any]:
 
 
 def broken() -> dict[str, Any]:
-    """What this rank is told when the last one is killed, and after how many seconds since then."""
-    start = time.time()
-    torch.set_num_threads(1)
+    """What this rank is told when the last one is killed, and seconds of all, compiling included."""
+    start = time.monotonic()
     try:
         break_down("killed", group=2)
     except RuntimeError as error:
-        return {"message": str(error), "seconds": time.time() - start}
+        return {"message": str(error), "seconds": time.monotonic() - start}
     return {"message": "", "seconds": 0.0}
 
 

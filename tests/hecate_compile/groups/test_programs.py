@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hecate
 from hecate.compiled_model import compiled_model_of
@@ -159,10 +159,18 @@ def given_a_mesh() -> dict[str, Any]:
         build("qwen3_moe", layers=1), hecate.Config(backend="aot_eager"), mesh=init_device_mesh("cpu", (1, 4))
     )
     found["one row"] = compiled_model_of(one_row, "test").mesh.groups
+    between = hecate.compile(
+        build("qwen3_moe", layers=1),
+        hecate.Config(backend="aot_eager"),
+        mesh=DeviceMesh("cpu", [[0, 2], [1, 3]]),
+    )
+    found["between"] = step_and_compare(between, reference, batch(0)).gradient
+    found["rows"] = sum(hecate.stats(between).layers[0].expert_rows)
     wrong = (
         ({"expert_group": 3}, None),
         ({"expert_group": 4}, init_device_mesh("cpu", (2, 2))),
         ({}, init_device_mesh("cpu", (2, 2, 1))),
+        ({}, DeviceMesh("cpu", [[0, 1], [3, 2]])),
         ({"expert_group": 2, "topology": Topology((0, 0, 0, 1))}, None),
         ({"expert_group": 2, "transport": "symmetric"}, None),
     )
@@ -303,7 +311,10 @@ def test_a_mesh_of_two_dimensions_makes_groups_of_its_rows(ran: Any) -> None:
     assert [one["mine"] for one in found] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
     assert "ranks are in several groups" in found[0]["captured"]
     assert found[0]["one row"] == found[0]["auto"] == 1
-    uneven, other, many, nodes, symmetric = found[0]["refused"]
+    # Groups need not be of neighbours.
+    assert found[0]["between"] < EXACT and found[0]["rows"] == 2 * batch(0).numel()
+    uneven, other, many, descending, nodes, symmetric = found[0]["refused"]
+    assert "the numbers of the mesh's ranks do not ascend" in descending
     assert "expert_group=3) does not divide the 4 ranks" in uneven
     assert "does not fit the mesh, whose second dimension has 2 ranks" in other
     assert "expected one, or two" in many

@@ -14,7 +14,6 @@ from hecate.runtime.placement.policy import LayerView, Static
 from hecate.simulator import Capture, ClusterSpec, Simulator, walk
 from hecate.simulator.cluster import ClusterError
 from hecate.simulator.program import Among, Start, Wait, program_of
-from hecate.simulator.replay import walk_groups
 from hecate.simulator.workloads import make
 from tests.hecate_compile.simulator.test_step import SPEC, captured, routed
 
@@ -98,7 +97,7 @@ def test_groups_are_walked_alone_and_share_their_owners() -> None:
     groups = np.stack(np.split(counts, 2, axis=2))
     policy, owners = _Moves(), [Owners.contiguous(8, 4)]
     known: dict[str, Any] = {"topology": SPEC.topology, "rates": SPEC.rates, "sizes": captured(layers=1).sizes}
-    for step, found in walk_groups(policy, groups, owners, **known):
+    for step, found in walk(policy, groups, owners, **known):
         first, second = (one[0].placement.owners for one in found)
         assert first == second == Owners(tuple((r + step // 2) % 4 for r in owners[0].ranks), 4)
         for group, (layer,) in enumerate(found):
@@ -107,5 +106,8 @@ def test_groups_are_walked_alone_and_share_their_owners() -> None:
     assert len(policy.seen) == 2
     wanted = counts[:2, 0].sum((0, 1)) // 2 // 2
     assert np.abs(policy.seen[0].long_load - wanted).max() <= 1
-    alone = [found[0].rows.tolist() for _, found in walk(Static(), groups[1], owners, **known)]
-    assert alone == [found[1][0].rows.tolist() for _, found in walk_groups(Static(), groups, owners, **known)]
+    alone, beside = (
+        [found[-1][0].rows.tolist() for _, found in walk(Static(), some, owners, **known)]
+        for some in (groups[1:], groups)
+    )
+    assert alone == beside

@@ -40,7 +40,8 @@ def routed(made: Capture, workload: str, spec: ClusterSpec) -> list[LayerStep]:
     experts, layers = made.layers[0].num_experts, len(made.layers)
     counts = make(workload, steps=1, layers=layers, ranks=4, experts=experts, rows=made.rows)
     owners = [layer.owners for layer in made.layers]
-    ((_, found),) = walk(Static(), counts, owners, topology=spec.topology, rates=spec.rates, sizes=made.sizes)
+    given: dict[str, Any] = {"topology": spec.topology, "rates": spec.rates, "sizes": made.sizes}
+    ((_, (found,)),) = walk(Static(), counts[None], owners, **given)
     return list(found)
 
 
@@ -224,7 +225,9 @@ def test_a_policy_sees_earlier_steps_only(made: Capture) -> None:
     counts = make("one_hot", steps=3, layers=1, ranks=4, experts=experts, rows=1000)
     given: dict[str, Any] = {"topology": SPEC.topology, "rates": replace(SPEC.rates, hidden_seconds=1e9)}
     policy, owners = Hecate(objective="paper", replicas=1), [Owners.contiguous(experts, 4)]
-    steps = list(walk(policy, counts, owners, sizes=made.sizes[:1], **given))
+    steps = [
+        (number, found) for number, (found,) in walk(policy, counts[None], owners, sizes=made.sizes[:1], **given)
+    ]
     assert steps[0][1][0].placement.num_replicas == 0 < steps[1][1][0].placement.num_replicas
     for number, (layer,) in steps:
         assert layer.rows.sum() == counts[number].sum() == layer.computed.sum()
