@@ -17,6 +17,11 @@ _OPTIONS: dict[str, Any] = dict(
 )
 
 
+def _breaks() -> int:
+    """Return how often Dynamo met what it cannot trace; inside of a loop it leaves the whole function to Python."""
+    return counters["graph_break"].total() + counters["unimplemented"].total()
+
+
 class PlainCompiled:
     """A model under a plain torch.compile, with ``graphs`` so far, and whether it ``broke`` into several."""
 
@@ -42,10 +47,10 @@ class PlainCompiled:
         with torch.no_grad():
             self.model.load_state_dict(like.state_dict())
         others, pgo._CODE_STATE = pgo._CODE_STATE, self._seen
-        breaks = counters["graph_break"].total()
+        breaks = _breaks()
         try:
             with torch._dynamo.config.patch(_OPTIONS):
                 yield self.model
         finally:
             self._seen, pgo._CODE_STATE = pgo._CODE_STATE, others
-            self.broke = self.broke or counters["graph_break"].total() > breaks
+            self.broke = self.broke or _breaks() > breaks
