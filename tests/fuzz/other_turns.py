@@ -45,6 +45,7 @@ class OtherTurns(TrainingTurns):
             return
         self.evaluate()
         before = [copy.deepcopy(model.state_dict()) for model in self.both]
+        buffers = [{n: b.clone() for n, b in m.named_buffers(remove_duplicate=False)} for m in self.both]
         batch = self.batches()[self.rank]
         for model in self.models:
             model.to(torch.bfloat16).eval()
@@ -53,8 +54,12 @@ class OtherTurns(TrainingTurns):
             self.call_plain(input_ids=batch)
         for model in self.models:
             model.double().train()
-        for model, state in zip(self.both, before, strict=True):
+        for model, state, kept in zip(self.both, before, buffers, strict=True):
             model.load_state_dict(state)
+            # Those that no state dict has, as the frequencies of rotary embeddings, stay rounded otherwise: another
+            # model that is made anew would have better ones.
+            for name, buffer in model.named_buffers(remove_duplicate=False):
+                buffer.copy_(kept[name])
         # A token whose experts are nearly equal may get others.
         off = (found[0] - found[1]).abs().amax(-1) / found[1].abs().amax()
         assert float(off.median()) < 0.05, f"logits differ by {float(off.median()):.1e}"
