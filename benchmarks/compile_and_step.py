@@ -227,8 +227,16 @@ def child_floor(rounds: str) -> dict[str, list[float]]:
     return samples
 
 
-def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: float) -> Any:
-    """Run ``child_<mode>(argument)`` on ``ranks`` processes; returns rank 0's result."""
+def run_child(
+    mode: str,
+    argument: str,
+    *,
+    ranks: int,
+    caches: str,
+    timeout: float,
+    module: str = "benchmarks.compile_and_step",
+) -> Any:
+    """Run ``child_<mode>(argument)`` of ``module`` on ``ranks`` processes; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         launcher = (
@@ -245,7 +253,6 @@ def run_child(mode: str, argument: str, *, ranks: int, caches: str, timeout: flo
             if ranks > 1
             else []
         )
-        module = "benchmarks.compile_and_step"
         command = [sys.executable, *launcher, "-m", module, "--child", mode, argument, str(out)]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         environment = os.environ | {

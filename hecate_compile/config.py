@@ -49,6 +49,8 @@ class Config:
             ``DistributedDataParallel``. Off, they are each rank's own, and ``hecate.save`` writes rank 0's.
         backend: the compiler of the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
+        piecewise: Inductor compiles each different piece between Hecate's operators once, and no graph as a whole, so
+            that layers that are alike are compiled together: a deep model compiles faster.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
         policy: ``"hecate"``: tokens travel to experts, and in each step hot experts are replicated where that is
             predicted to be faster. ``"static"``: every expert is computed by its owner. ``"gather"``: every rank
@@ -114,6 +116,7 @@ class Config:
     dense: Dense = "replicate"
     broadcast_buffers: bool = True
     backend: Backend = "inductor"
+    piecewise: bool = False
     disable_passes: Sequence[str] = ()
     policy: PolicyName | Policy = "hecate"
     objective: Objective = "time"
@@ -195,7 +198,7 @@ class Config:
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
             )
-        for name in ("broadcast_buffers", "calibrate", "rematerialize"):
+        for name in ("broadcast_buffers", "piecewise", "calibrate", "rematerialize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")
         for name, kind in (("topology", Topology), ("rates", Rates), ("attention", S2Attention)):

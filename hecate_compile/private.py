@@ -41,7 +41,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._logging import trace_structured
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
+from hecate.graph.pieces import Pieces
 from hecate.graph.refused import refuse_chosen_experts, refuse_lost_changes
 from hecate.passes import PASSES, PassContext
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_of_model, size_hint
@@ -52,6 +53,7 @@ class GraphRecord:
         later: what the passes after autograd did to "joint", "forward" and "backward"; filled when these compile, and
             not with graphs that come from a cache.
         notes: the collectives of "forward" and "backward", as predicted; like ``later``.
+        pieces: of ``Config(piecewise=True)``, for "forward" and "backward"; like ``later``.
         slots: replicas that a rank may hold of a layer.
     """
 
@@ -60,6 +62,7 @@ class GraphRecord:
     layers: tuple[str, ...] = ()
     later: dict[str, tuple[PassRecord, ...]] = field(default_factory=dict, compare=False)
     notes: dict[str, tuple[Span, ...]] = field(default_factory=dict, compare=False)
+    pieces: dict[str, Pieces] = field(default_factory=dict, compare=False)
     slots: int = 0
 
 
@@ -211,6 +214,7 @@ class Backend:
                 gm,
                 example_inputs,
                 backend=self.config.backend,
+                piecewise=self.config.piecewise,
                 context=context,
                 disabled=self.disabled,
                 dumps=self._dumps,
@@ -218,6 +222,7 @@ class Backend:
                 number=number,
                 records=record.later,
                 notes=record.notes,
+                pieces=record.pieces,
             )
         except BaseException:
             # Nothing runs this graph. Torch traces it anew where it took a constant number for one that changes.

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 
 import hecate.passes
 import hecate.runtime
+from hecate.graph.pieces import Boxed, Pieces, compile_in_pieces
 from hecate.passes import (
     EAGER_JOINT_PASSES,
     EAGER_PASSES,
@@ -28,6 +29,7 @@ from hecate.passes.base import PassRecord
 from hecate.passes.dumps.folder import DumpFolder, graph_log
 from hecate.passes.dumps.value_names import note_sources, source_of
 from hecate.passes.final.collective_notes import notes_in, schedule_lines
+from hecate.passes.fx import fake_mode_of
 from hecate.passes.invariants import verify_final
 from hecate.passes.runner import run_passes
 from hecate.private import (
@@ -40,6 +42,7 @@ from hecate.private import (
     inductor,
     inductor_graph,
     min_cut_rematerialization_partition,
+    tracing,
 )
 from hecate.runtime.comm.queue import Span
 
@@ -87,6 +90,7 @@ def lower(
     inputs: list[Any],
     *,
     backend: str,
+    piecewise: bool,
     context: PassContext,
     disabled: Sequence[str],
     dumps: DumpFolder | None,
@@ -94,12 +98,13 @@ def lower(
     number: int,
     records: dict[str, tuple[PassRecord, ...]],
     notes: dict[str, tuple[Span, ...]],
+    pieces: dict[str, Pieces],
 ) -> Compiled:
     """Compile ``gm``, graph ``number`` of its model; at one rank there is nothing to hide, and nothing is scheduled.
 
     Fills, unless a part comes from a cache or compiles later: ``notes`` with its collectives in their order and as
-    predicted, ``records`` with what each pass did. ``dumps`` is this rank's folder; ``dumping`` says that some rank
-    dumps.
+    predicted, ``records`` with what each pass did, and ``pieces`` if it is ``piecewise``. ``dumps`` is this rank's
+    folder; ``dumping`` says that some rank dumps.
     """
     sources = [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -124,7 +129,20 @@ def lower(
         return _aot_eager(gm, inputs, run, final)
     if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
         final = (*final, *INDUCTOR_PASSES)
-    return _inductor(gm, inputs, run, final, context, disabled, dumping=dumping)
+    # Rates and tokens are left out: they differ in every run, and no rank's order depends on them here.
+    identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
+    patches: dict[str, Any] = {
+        "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
+    }
+    if context.world_size > 1:
+        # This moves operators by estimated memory, with late starts and early waits (docs/decisions.md).
+        patches["reorder_for_peak_memory"] = False
+    inner: Compiled = inductor().compile_fx_inner
+    if piecewise:
+        inner = _InPieces(lambda gm, part: run(gm, final, part), pieces)
+    elif final:
+        patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
+    return _inductor(gm, inputs, inner, patches, dumping=dumping)
 
 
 Run = Callable[[GraphModule, Sequence[Pass], str], None]
@@ -186,29 +204,12 @@ def _keep_saved_tensors() -> None:
 
 
 def _inductor(
-    gm: GraphModule,
-    inputs: list[Any],
-    run: Run,
-    final: Sequence[Pass],
-    context: PassContext,
-    disabled: Sequence[str],
-    *,
-    dumping: bool,
+    gm: GraphModule, inputs: list[Any], inner: Compiled, patches: dict[str, Any], *, dumping: bool
 ) -> Compiled:
     def compile_part(*args: Any, **options: Any) -> Any:
         with _aligned_on_host():
-            return inductor().compile_fx_inner(*args, **options)
+            return inner(*args, **options)
 
-    # Rates and tokens are left out: they differ in every run, and no rank's order depends on them here.
-    identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
-    patches: dict[str, Any] = {
-        "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
-    }
-    if context.world_size > 1:
-        # This moves operators by estimated memory, with late starts and early waits (docs/decisions.md).
-        patches["reorder_for_peak_memory"] = False
-    if final:
-        patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
     # A graph from a cache went through the passes in another process, and would not be dumped. No rank takes one if
     # some rank dumps: all must know the order of their starts, or none.
     fresh: Any = nullcontext()
@@ -218,6 +219,34 @@ def _inductor(
     with fresh:
         compiled: Any = inductor().compile_fx(gm, inputs, inner_compile=compile_part, config_patches=patches)
     return cast(Compiled, compiled)
+
+
+@dataclass(frozen=True)
+class _InPieces:
+    """What Inductor calls to compile a forward or a backward: ``passes``, and then each different piece."""
+
+    passes: Callable[[GraphModule, str], None]
+    pieces: dict[str, Pieces]
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
+        part = _part(gm)
+        self.passes(gm, part)
+
+        def compile_piece(piece: GraphModule, inputs: list[Any], static: list[int]) -> Boxed:
+            known = {key: options[key] for key in _OF_A_PIECE if key in options}
+            found = fake_mode_of(gm.graph)
+            # What torch notes of a graph's results, for the backward, is not a piece's.
+            with tracing(TracingContext(found[1] if found is not None else None)):
+                compiled: Boxed = inductor().compile_fx_inner(piece, inputs, static_input_idxs=static, **known)
+            return compiled
+
+        compiled = compile_in_pieces(gm, compile_piece, options.get("static_input_idxs") or ())
+        self.pieces[part] = compiled.pieces
+        return compiled
+
+
+# Inductor's options for a graph that hold for each of its pieces.
+_OF_A_PIECE = ("cudagraphs", "is_backward", "is_inference", "graph_id")
 
 
 @contextmanager

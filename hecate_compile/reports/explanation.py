@@ -193,7 +193,9 @@ class Explanation:
             title = f"graph {number}: {graph.nodes} calls"
             parts.append(_passes(title, graph.passes))
             for part, records in graph.later.items():
-                parts.append(_passes(f"graph {number}, {part}", records))
+                pieces = graph.pieces.get(part)
+                cut = f": {pieces.all} pieces, {pieces.different} of them different" if pieces is not None else ""
+                parts.append(_passes(f"graph {number}, {part}{cut}", records))
             if self.world.size > 1 and not graph.later:
                 parts.append(f"graph {number} behind autograd: from a cache, or not compiled yet")
         if self.regions:

@@ -128,6 +128,7 @@ def measure(
         "graphs": len(explanation.graphs),
         "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "rewritten": {record.name: record.rewritten for record in explanation.graphs[0].passes},
+        "pieces": [(pieces.all, pieces.different) for pieces in explanation.graphs[0].pieces.values()],
         "skipped": [skip.reason for skip in explanation.skipped],
         "replicas": [layer.replicas for layer in hecate.stats(model).layers],
     }
