@@ -27,7 +27,13 @@ from hecate.compiled_model import CompiledModel
 from hecate.config import Config
 from hecate.graph.backend import Backend
 from hecate.graph.traces import Traces
-from hecate.integrations import accelerate_state, peft_adapters, transformers_models, transformers_trainer
+from hecate.integrations import (
+    accelerate_state,
+    peft_adapters,
+    transformers_models,
+    transformers_trainer,
+    whole_counts,
+)
 from hecate.integrations.data_parallel import leave_unwrapped, no_sync, refuse_averages
 from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
@@ -300,6 +306,7 @@ def _adopt_libraries(model: nn.Module, found: _Found) -> None:
         leave_unwrapped()
         refuse_averages()
         transformers_models.generate_together(model)
+        whole_counts.adopt()
     peft_adapters.refuse_merges_of_parts(model)
     transformers_trainer.adopt()
     accelerate_state.adopt()

@@ -28,6 +28,17 @@ def compiled(seed: int = 0) -> nn.Module:
     return hecate.compile(small(seed), config())
 
 
+def counts_of(model: Any) -> list[int]:
+    """What libraries say about the number of parameters."""
+    import transformers.trainer
+
+    next(model.parameters()).requires_grad_(False)
+    counts = [model.num_parameters(), model.num_parameters(exclude_embeddings=True)]
+    counts += [transformers.trainer.get_model_param_count(model, trainable_only=True)]
+    next(model.parameters()).requires_grad_(True)
+    return counts
+
+
 def there_and_back(folder: str) -> dict[str, Any]:
     """On one rank: a checkpoint of DDP goes on under Hecate, and one of Hecate is not taken for a whole one."""
     plain = trainer_of(small(), f"{folder}/plain")
@@ -54,6 +65,7 @@ def there_and_back(folder: str) -> dict[str, Any]:
             (lonely / name).write_bytes(Path(folder, "ours/checkpoint-2", name).read_bytes())
     dist.barrier()
     resumed = trainer_of(compiled(), f"{folder}/lonely-run")
+    found["counts"] = [counts_of(model) for model in (resumed.model, small())]
     found["lonely"] = message_of(lambda: resumed.train(resume_from_checkpoint=str(lonely)))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -66,6 +78,7 @@ def there_and_back(folder: str) -> dict[str, Any]:
 
 def test_checkpoints_of_other_trainers(tmp_path: Path) -> None:
     for found in run_ranks(f"{_HERE}:there_and_back", 2, folder=str(tmp_path)):
+        assert found["counts"][0] == found["counts"][1]
         assert found["resumed"] < 1e-5 and found["ours"] < 1e-5
         assert found["note"] == NOTE
         assert found["back"].startswith("ValueError: loaded state dict has a different number of parameter groups")

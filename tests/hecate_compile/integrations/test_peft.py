@@ -69,6 +69,7 @@ def train(kind: str) -> dict[str, Any]:
     explanation = hecate.explain(model)
     found = {
         "losses": losses,
+        "counts": [m.get_nb_trainable_parameters() for m in models],
         "same names": set(state) == set(wanted),
         "error": state_error(state, wanted),
         "moved": state_error(wanted, adapted(kind).state_dict()),
@@ -213,6 +214,7 @@ def test_adapters_on_experts_train_as_in_one_process(kind: str) -> None:
         assert max(found["losses"]) < 1e-5 and found["error"] < 1e-5 and found["moved"] > 1e-3
         assert all("after hecate.compile: the adapter of" in said for said in found["merged"]), found["merged"]
         assert found["same names"] and found["loaded"]
+        assert found["counts"][0] == found["counts"][1]
         same, *others = found["bases"]
         assert same == "no error" and all("the base here is another one" in said for said in others), found["bases"]
         assert (found["exchanged"], found["skipped"], found["graphs"]) == (1, [], 1), found["skipped"]
