@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from hecate.config import Config
 from hecate.graph.dump_options import dump_options
 from hecate.graph.lowering import lower
-from hecate.graph.pieces import Pieces
 from hecate.graph.refused import refuse_chosen_experts, refuse_lost_changes
+from hecate.graph.steps import Pieces
 from hecate.passes import PASSES, PassContext
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_of_model, size_hint
 from hecate.passes.base import PassRecord, Skip

@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule
 
 import hecate.passes
 import hecate.runtime
-from hecate.graph.pieces import Boxed, Pieces, compile_in_pieces
+from hecate.graph.pieces import compile_in_pieces
+from hecate.graph.steps import Boxed, Pieces
 from hecate.passes import (
     EAGER_JOINT_PASSES,
     EAGER_PASSES,

@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hecate.graph.pieces import InPieces, Pieces, compile_in_pieces
+from hecate.graph.pieces import compile_in_pieces
+from hecate.graph.steps import InPieces, Pieces
 from hecate.private import FakeTensorMode, aot_autograd, boxed_nop
 
 _lib = torch.library.Library("hecate", "FRAGMENT")
