@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 from torch.fx import Graph, Node
 
-from hecate.passes.analysis.expert_loops import is_one_expert
+from hecate.passes.analysis.expert_products import is_one_expert
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, is_parameter, storage_of
 from hecate.passes.fx import arg, calls, describe
 from hecate.passes.match import named

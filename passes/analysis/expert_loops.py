@@ -10,29 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from hecate.passes.analysis.expert_products import FORMS, is_elementwise, is_one_expert, is_transpose, matrix_operand
 from hecate.passes.analysis.row_sums import weights_of
 from hecate.passes.analysis.rowwise import Kind, check_rowwise
-from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, shape_of, storage_of, value_of
+from hecate.passes.analysis.torch_values import PLAIN_FORM, GraphFacts, mutates, shape_of, storage_of
 from hecate.passes.base import Refused
 from hecate.passes.fx import (
     arg,
     between,
-    calls,
     closure_backward,
     closure_forward,
     computed_from,
     describe,
     exits_of,
-    is_getitem,
     operands,
     reached,
 )
-from hecate.passes.match import is_cast, name_of, named
-from hecate.private import builtin_linear
+from hecate.passes.match import is_cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +83,6 @@ class Loop:
         return cls(turns=tuple(turns), repeats=repeats, inputs=frozenset(inputs), last=last, delayed=tuple(delayed))
 
 
-_FORMS = "x @ w[e], torch.nn.functional.linear(x, w[e]), norms, and sums and products with a vector of each expert"
-_LINEAR = (torch.nn.functional.linear, builtin_linear)
 _ALIKE = "compute every expert in the same way"
 
 
@@ -325,58 +320,16 @@ def _check_forms(turn: Turn) -> None:
         others = [one for one in given if one not in turn.views] if use == "vector" else given[:1]
         # What is computed of an expert's parameters and a shared matrix has no rows, and would be sorted like them.
         if rows.isdisjoint(others):
-            raise Refused(f"{describe(node)} has an expert's parameter and no rows", node, fix=_FORMS)
+            raise Refused(f"{describe(node)} has an expert's parameter and no rows", node, fix=FORMS)
         if use in ("vector", "norm") and len(shape_of(others[0])) != turn.depth + 1:
-            raise Refused(f"{describe(node)} has an expert's vector and rows in other dimensions", node, fix=_FORMS)
+            raise Refused(f"{describe(node)} has an expert's vector and rows in other dimensions", node, fix=FORMS)
     for view in turn.views:
-        if not (is_one_expert(view) or is_transpose(view) or is_cast(view) or _is_elementwise(view)):
-            raise Refused(f"no grouped form of {describe(view)}", view, fix=_FORMS)
-
-
-def anchors_of(turn: Turn) -> set[Node]:
-    return {user for view in turn.views for user in view.users if user in turn.body}
+        if not (is_one_expert(view) or is_transpose(view) or is_cast(view) or is_elementwise(view)):
+            raise Refused(f"no grouped form of {describe(view)}", view, fix=FORMS)
 
 
 # --- uses of one expert's parameter, and whether they have a form for all experts ---
 
 
-def is_one_expert(node: Node) -> bool:
-    return is_getitem(node) and isinstance(arg(node, 1), int) and calls(arg(node, 0), torch.ops.hecate.gather_experts)
-
-
-def matrix_operand(node: Node, views: set[Node]) -> str:
-    """Return how an anchor uses an expert's parameters: "product", "linear", "norm" or "vector". Raises Refused."""
-    args = operands(node)
-    own = [index for index, arg in enumerate(args) if arg in views]
-    if named(node, "matmul", "mm") and own == [1] and len(args) == 2:
-        return "product"
-    if calls(node, *_LINEAR) and own and own[0] == 1 and set(own) <= {1, 2}:
-        return "linear"
-    if (
-        named(node, "layer_norm", "rms_norm")
-        and own
-        and own[0] >= 2
-        and all(len(shape_of(args[i])) == 1 for i in own)
-    ):
-        return "norm"
-    if named(node, "add", "sub", "mul", "truediv") and len(own) == 1 and len(args) == 2:
-        # Of the last dimension of rows, which have more of them.
-        rows, vector = (value_of(args[index]) for index in (1 - own[0], own[0]))
-        if isinstance(vector, torch.Tensor) and vector.ndim == 1 and isinstance(rows, torch.Tensor) and rows.ndim > 1:
-            return "vector"
-    raise Refused(f"no grouped form of {describe(node)}", node, fix=_FORMS)
-
-
-def _is_elementwise(view: Node) -> bool:
-    """Tell whether a parameter is added to or multiplied with a number, as in ``(1 + weight)``."""
-    numbers = [given for given in operands(view) if isinstance(given, (int, float))]
-    return named(view, "add", "sub", "mul") and len(operands(view)) == 2 and len(numbers) == 1
-
-
-def is_transpose(node: Node) -> bool:
-    """Tell whether a node is the transpose of a matrix, in any spelling."""
-    name = name_of(node)
-    if name == "transpose":
-        return {arg(node, 1) % 2, arg(node, 2) % 2} == {0, 1}
-    # Since torch 2.15 Dynamo spells .T as the operator that it is.
-    return name in ("t", "mT", "numpy_T") or (name == "getattr" and arg(node, 1) in ("T", "mT"))
+def anchors_of(turn: Turn) -> set[Node]:
+    return {user for view in turn.views for user in view.users if user in turn.body}

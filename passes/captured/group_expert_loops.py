@@ -23,15 +23,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from hecate.passes.analysis.expert_loops import (
-    Loop,
-    Turn,
-    anchors_of,
-    find_loops,
-    is_one_expert,
-    is_transpose,
-    matrix_operand,
-)
+from hecate.passes.analysis.expert_loops import Loop, Turn, anchors_of, find_loops
+from hecate.passes.analysis.expert_products import is_one_expert, is_transpose, matrix_operand
 from hecate.passes.analysis.torch_values import GraphFacts, gathers_by_layer, shape_of, storage_of
 from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import Builder, arg, copy_place, erase_unused, operands, option, skip_of, take_place

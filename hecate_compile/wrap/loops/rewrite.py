@@ -18,8 +18,9 @@ from torch import nn
 
 from hecate.private import children_of
 from hecate.wrap.find_experts import ExpertsModule
-from hecate.wrap.loops.empty_turns import minds_no_rows
-from hecate.wrap.loops.turns import Counts, Loops, RowLists
+from hecate.wrap.loops.experts_without_rows import minds_no_rows
+from hecate.wrap.loops.row_lists import Counts, RowLists
+from hecate.wrap.loops.turns import Loops
 from hecate.wrap.swapped_class import swap_class
 
 log = logging.getLogger("hecate")

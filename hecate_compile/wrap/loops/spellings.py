@@ -7,6 +7,21 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
+# Methods that change what they are called on, and those that have no value for a tensor without rows.
+CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "add_module"}
+
+
+REDUCES = {"mean", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "item", "tolist"}
+
+
+REDUCES |= {"var", "std", "median", "quantile", "mode", "norm"}
+
+# Methods whose result shares the memory of the tensor that they are called on.
+VIEWS = {"detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "unsqueeze", "view"}
+
+
+VIEWS |= {"t", "transpose"}
+
 
 class LeftAlone(Exception):
     """A loop cannot be changed; the message says why."""
@@ -190,3 +205,12 @@ def sum_of(node: ast.expr) -> tuple[str, str] | None:
         return node.left.id, node.right.id
     written = _CHOSEN_END.fullmatch(text_of(node))
     return (written[2], written[1]) if written is not None else None
+
+
+def gives_a_value(node: ast.AST, name: str) -> bool:
+    """Return whether a node gives a name another value, or changes the one that it has."""
+    if isinstance(node, ast.Name):
+        return node.id == name and not is_load(node)
+    if isinstance(node, (ast.Subscript, ast.Attribute)):
+        return not isinstance(node.ctx, ast.Load) and text_of(node.value) == name
+    return is_method(node) and node.func.attr.endswith("_") and text_of(node.func.value) == name

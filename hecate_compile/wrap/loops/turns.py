@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from hecate.wrap.loops.empty_turns import Effects, Rows
+from hecate.wrap.loops.empty_names import Rows
+from hecate.wrap.loops.empty_turns import Effects
 from hecate.wrap.loops.integers import Integers
 from hecate.wrap.loops.spellings import (
     Guard,
@@ -19,12 +20,12 @@ from hecate.wrap.loops.spellings import (
     chosen_end,
     expression,
     given_to,
+    gives_a_value,
     guard_of,
     hits_of,
     is_load,
     is_method,
     names_assigned,
-    searched_by,
     sum_of,
     text_of,
 )
@@ -112,7 +113,7 @@ class Loops(ast.NodeTransformer):
         if hits is None:
             return None
         later = [n for n in everything if getattr(n, "lineno", 0) > made[0].lineno]
-        if any(_changes(n, hits.mask) for n in later):
+        if any(gives_a_value(n, hits.mask) for n in later):
             raise LeftAlone(f"{hits.mask} changes between the hits and the loop")
         return hits
 
@@ -202,15 +203,6 @@ def _is_name(statement: ast.stmt, name: str) -> bool:
     return isinstance(statement, ast.Assign) and is_load(statement.value) and statement.value.id == name
 
 
-def _changes(node: ast.AST, name: str) -> bool:
-    """Return whether a node gives a name another value, or changes the one that it has."""
-    if isinstance(node, ast.Name):
-        return node.id == name and not is_load(node)
-    if isinstance(node, (ast.Subscript, ast.Attribute)):
-        return not isinstance(node.ctx, ast.Load) and text_of(node.value) == name
-    return is_method(node) and node.func.attr.endswith("_") and text_of(node.func.value) == name
-
-
 class ExpertNumber(ast.NodeTransformer):
     """Rewrites uses of the loop's variable, a tensor of one expert's number, as uses of the number itself."""
 
@@ -284,101 +276,3 @@ class ExpertNumber(ast.NodeTransformer):
         if self._is_it(node.value) and self.is_number:
             node.value = self._number(node.value)
         return node
-
-
-class RowLists(ast.NodeTransformer):
-    """Picks rows by their numbers where a function makes lists of these: ``x[rows.tolist()]`` is ``x[rows]``."""
-
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self.lines: list[int] = []
-        self._nodes = list(ast.walk(definition))
-        blocks = [block for node in self._nodes for block in _blocks_of(node)]
-        # By name of a list: that of its numbers.
-        self._numbers = {
-            one: rows
-            for block in blocks
-            for number, node in enumerate(block)
-            if isinstance(node, ast.Assign) and _is_list_of_name(node.value)
-            for one, rows in self._list(node, block[number + 1 :])
-        }
-
-    def _list(self, node: ast.Assign, behind: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-        """Yield the names of a list and its numbers, if the statements behind it in its block pick by it alone."""
-        (name, *more), rows = [*names_assigned(node), ""], text_of(node.value).removesuffix(".tolist()")
-        found = [n for n in self._nodes if isinstance(n, ast.Assign) and rows in names_assigned(n)]
-        reached = {id(n) for statement in behind for n in ast.walk(statement)}
-        picks = {
-            id(index)
-            for n in self._nodes
-            if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)
-            for index in (n.slice.elts if isinstance(n.slice, ast.Tuple) else [n.slice])
-        }
-        loads = [n for n in self._nodes if is_load(n) and n.id == name]
-        if (
-            more == [""]
-            and len(found) == 1
-            and _is_of_rows(found[0].value)
-            and sum(_changes(n, name) for n in self._nodes) == sum(_changes(n, rows) for n in self._nodes) == 1
-            and all(id(n) in picks and id(n) in reached for n in loads)
-        ):
-            yield name, rows
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        if names_assigned(node)[:1] and names_assigned(node)[0] in self._numbers:
-            self.lines.append(node.lineno)
-            return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if is_load(node) and node.id in self._numbers:
-            return ast.copy_location(ast.Name(self._numbers[node.id], ast.Load()), node)
-        return node
-
-
-def _blocks_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the lists of statements that a statement has."""
-    for _, value in ast.iter_fields(node):
-        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-            yield value
-
-
-def _is_of_rows(value: ast.expr) -> bool:
-    """Return whether a value is numbers from a search, one tensor for each dimension."""
-    search = value.value if isinstance(value, ast.Subscript) else value
-    return searched_by(value) is not None and is_method(search) and search.func.attr in ("where", "nonzero")
-
-
-def _is_list_of_name(node: ast.expr) -> bool:
-    return (
-        is_method(node)
-        and node.func.attr == "tolist"
-        and not given_to(node)
-        and isinstance(node.func.value, ast.Name)
-    )
-
-
-class Counts(ast.NodeTransformer):
-    """Gives ``torch.bincount(ids, minlength=E)`` a length of E elements; ``index_add`` raises for a larger id."""
-
-    def __init__(self, lines: list[int]) -> None:
-        self.lines = lines
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        # bincount(...)[:E] knows ids beyond E, of tokens that were dropped.
-        return node if isinstance(node.slice, ast.Slice) else self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not is_method(node) or node.func.attr != "bincount":
-            return node
-        given = [*node.args] if text_of(node.func.value) == "torch" else [node.func.value, *node.args]
-        length = [keyword.value for keyword in node.keywords if keyword.arg == "minlength"]
-        if len(given) != 1 or len(length) != 1 or len(node.keywords) != 1:
-            return node
-        self.lines.append(node.lineno)
-        count = expression("(lambda ids, size: ids.new_zeros(size).index_add(0, ids, ids.new_ones(ids.shape)))(0, 0)")
-        assert isinstance(count, ast.Call)
-        # In int64, as bincount counts.
-        number = ast.Call(func=ast.Attribute(value=given[0], attr="long", ctx=ast.Load()), args=[], keywords=[])
-        count.args = [number, length[0]]
-        return ast.copy_location(count, node)

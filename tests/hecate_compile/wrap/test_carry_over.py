@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import hecate
 from hecate.wrap.find_experts import find_experts
-from hecate.wrap.loops.empty_turns import minds_no_rows
+from hecate.wrap.loops.experts_without_rows import minds_no_rows
 from hecate.wrap.shard import shard_of
 from tests.hecate_compile.wrap.test_stack_experts import Expert, ListMoE
 from tests.support.adversaries import Anything

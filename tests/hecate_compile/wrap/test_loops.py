@@ -18,7 +18,7 @@ from torch import nn
 import hecate
 from hecate.wrap.find_experts import find_experts
 from hecate.wrap.loops import ChangedLoops, make_loops_traceable
-from hecate.wrap.loops.empty_turns import keeps_rows
+from hecate.wrap.loops.experts_without_rows import keeps_rows
 from hecate.wrap.swapped_class import class_before
 
 
