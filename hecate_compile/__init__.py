@@ -26,7 +26,7 @@ from hecate.runtime.placement.policy import Policy
 from hecate.runtime.placement.topology import Topology
 from hecate.training.clip_grad_norm import clip_grad_norm_, get_total_norm
 from hecate.wrap.find_experts import NoExpertsError
-from hecate.wrap.parameter_reads import UntracedReadError
+from hecate.wrap.untraced import UntracedReadError
 
 __version__ = "0.1.0"
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hecate.checks import (
-    check_attention,
-    check_no_max_norm,
-    check_no_optimizer,
-    check_one_piece,
-    check_usable,
-    describe_model,
-    device_of,
-    mesh_of_splits,
-    warn_float16,
     warn_single_rows,
 )
 from hecate.compiled_model import CompiledModel
 from hecate.config import Config
+from hecate.found import Found, find_all, read_dtype
 from hecate.graph.backend import Backend
 from hecate.graph.traces import Traces
 from hecate.integrations import (
@@ -39,7 +30,6 @@ from hecate.private import set_compiled_call
 from hecate.runtime.comm.agreement import agree
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.measure_rates import measure_rates
-from hecate.runtime.comm.mesh import Mesh, find_mesh
 from hecate.runtime.comm.world import find_topology
 from hecate.runtime.ops.gradients import GradientSync, GradientSyncs, ReplicatedParameter
 from hecate.runtime.placement.topology import Topology
@@ -55,17 +45,12 @@ from hecate.training.forward import CompiledForward
 from hecate.training.move_owners import OwnerMover
 from hecate.training.optimizer_state import watch_optimizers
 from hecate.training.outside_gradients import OutsideGradients
-from hecate.wrap.attention_config import AttentionConfig
-from hecate.wrap.carry_over import check_carried, describe_hooks
 from hecate.wrap.changes import Changes
 from hecate.wrap.expert_shards import count_dense, size_up
-from hecate.wrap.find_experts import ExpertsModule, NoExpertsError, PassedOver, counts_experts, find_experts
-from hecate.wrap.loops import ChangedLoops, make_loops_traceable
-from hecate.wrap.lora_experts import adopt_adapters
 from hecate.wrap.parameter_reads import install_reads
 from hecate.wrap.shard import shard_of
 from hecate.wrap.shard_model import choose_carrier, shard_model
-from hecate.wrap.text_model import find_text_model, towers_beside
+from hecate.wrap.text_model import towers_beside
 from hecate.wrap.whole_layers import WholeLayers
 from hecate.wrap.whole_runs import Gathering
 
@@ -110,20 +95,6 @@ def compile(model: Model, config: Config | None = None, *, mesh: DeviceMesh | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """A model's experts and surroundings, found before its parameters change; options are adjusted to them."""
-
-    config: Config
-    mesh: Mesh
-    experts: list[ExpertsModule]
-    passed_over: list[PassedOver]
-    attention: AttentionConfig
-    loops: ChangedLoops
-    text_model: nn.Module | None  # traced alone, if it is
-    split_along: DeviceMesh | None  # between whose ranks parameters are split
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Sharded:
     """The parts of a sharded model by which its ranks work together."""
 
@@ -138,7 +109,7 @@ class _Sharded:
 
 
 def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
-    found = _check(model, config, mesh)
+    found = find_all(model, config, mesh)
     sharded = _shard(model, found)
     warn_single_rows(model, found.mesh.everyone)
     _set_rates(model, found, sharded)
@@ -184,51 +155,7 @@ def _compile(model: Model, config: Config, mesh: DeviceMesh | None) -> Model:
     return model
 
 
-def _check(model: nn.Module, config: Config, mesh: DeviceMesh | None) -> _Found:
-    """Find out everything that can be wrong before anything changes, on all ranks together."""
-    check_usable(model, config)
-    attention = check_attention(model, config)
-    experts, passed_over = _find_experts(model, config)
-    if not experts and config.room_percent:
-        raise ValueError(
-            f'hecate.compile: transport="{config.transport}" carries rows to experts, and none were found'
-        )
-    if not experts and config.dense == "replicate":
-        # Nothing is exchanged inside a graph, so ranks need not run the same one.
-        config = replace(config, policy="replicate")
-    check_no_optimizer(model)
-    fewest = min((found.num_experts for found in experts), default=None)
-    split = mesh_of_splits(model, experts)
-    ranks = find_mesh(mesh, device_of(model, mesh), config.expert_group, experts=fewest, split=split)
-    check_one_piece(model, ranks.everyone)
-    shard_dense = config.dense == "shard" and ranks.group.size > 1
-    agree(
-        [*describe_model(model, config), *describe_hooks(model, experts, dense=shard_dense)],
-        "the model or its options",
-        "Build the same model with the same hecate.Config on every rank.",
-        ranks.everyone,
-    )
-    check_carried(model, experts, dense=shard_dense)
-    check_no_max_norm(model, ranks.everyone)
-    warn_float16(model, ranks.everyone)
-    # Loops over experts are changed to take every turn, or refused.
-    loops = ChangedLoops()
-    if make_loops_traceable.__name__ not in config.disable_passes:
-        loops = make_loops_traceable(model, experts)
-    return _Found(
-        config=config,
-        mesh=ranks,
-        experts=adopt_adapters(model, experts),
-        passed_over=passed_over,
-        attention=attention,
-        loops=loops,
-        # With sparse attention the model is one graph.
-        text_model=find_text_model(model, experts) if experts and config.attention is None else None,
-        split_along=split,
-    )
-
-
-def _shard(model: nn.Module, found: _Found) -> _Sharded:
+def _shard(model: nn.Module, found: Found) -> _Sharded:
     """Keep this rank's own experts, and perhaps its own rows of all else, with rank 0's values."""
     config, everyone, group, experts = found.config, found.mesh.everyone, found.mesh.group, found.experts
     nodes = find_topology(config.topology, everyone)
@@ -241,7 +168,7 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
     )
     carrier, step = choose_carrier(config, topology, group), CurrentStep()
     placer = Placer(config.make_policy(), topology, group, step)
-    precision, param_dtype = config.mixed_precision, _param_dtype(config)
+    precision, param_dtype = config.mixed_precision, read_dtype(config)
     reduce_dtype = (precision.reduce_dtype or param_dtype if precision else None) or config.wire_dtype
     sync = GradientSync(
         everyone,
@@ -285,18 +212,18 @@ def _shard(model: nn.Module, found: _Found) -> _Sharded:
     )
 
 
-def _set_rates(model: nn.Module, found: _Found, sharded: _Sharded) -> None:
+def _set_rates(model: nn.Module, found: Found, sharded: _Sharded) -> None:
     config, placer, layers = found.config, sharded.placer, sharded.layers
     if config.rates is not None:
         placer.set_rates(config.rates, because="given in hecate.Config")
     elif found.mesh.everyone.size > 1:
-        dtype = layers[0].dtype if layers else _param_dtype(config) or next(model.parameters()).dtype
+        dtype = layers[0].dtype if layers else read_dtype(config) or next(model.parameters()).dtype
         # Over everyone, as groups use the links at the same time.
         rates = measure_rates(dtype, sharded.nodes, found.mesh.everyone)
         placer.set_rates(rates, because="measured in hecate.compile")
 
 
-def _adopt_libraries(model: nn.Module, found: _Found) -> None:
+def _adopt_libraries(model: nn.Module, found: Found) -> None:
     """Make optimizers, clipping and other libraries work with shards; ``docs/patches.md`` lists what changes."""
     transformers_models.install_recorders(model)
     if found.mesh.everyone.size > 1:
@@ -314,7 +241,7 @@ def _adopt_libraries(model: nn.Module, found: _Found) -> None:
 
 def _forward(
     model: nn.Module,
-    found: _Found,
+    found: Found,
     sharded: _Sharded,
     traces: Traces,
     backend: Backend,
@@ -335,7 +262,7 @@ def _forward(
         sharded.replicated,
         syncs=syncs,
         step=sharded.step,
-        param_dtype=_param_dtype(config),
+        param_dtype=read_dtype(config),
         added=lambda record: watches[id(record.sync)].watch(record),
         changed=buffers.find,
         changes=changes,
@@ -372,7 +299,7 @@ def _forward(
         for watch in outside_gradients:
             watch.backward_ran()
 
-    gathering = Gathering(world=everyone, dtype=_param_dtype(config), step=sharded.step, began=began)
+    gathering = Gathering(world=everyone, dtype=read_dtype(config), step=sharded.step, began=began)
     return CompiledForward(
         traces,
         between=between,
@@ -386,22 +313,3 @@ def _forward(
         check_compiled=backend.check_sparse if sparse else None,
         one_graph=sparse,
     )
-
-
-def _param_dtype(config: Config) -> torch.dtype | None:
-    dtype: torch.dtype | None = config.mixed_precision.param_dtype if config.mixed_precision else None
-    return dtype
-
-
-def _find_experts(model: nn.Module, config: Config) -> tuple[list[ExpertsModule], list[PassedOver]]:
-    """Find the experts, if the policy wants any; with sparse attention a model may have none."""
-    if config.policy == "replicate":
-        return [], []
-    try:
-        return find_experts(model, config.experts)
-    except NoExpertsError as error:
-        described = getattr(model, "config", None)
-        # Something that may well be experts is not to be trained as if it were none without a word.
-        if config.attention is None or config.experts is not None or error.passed_over or counts_experts(described):
-            raise
-        return [], []

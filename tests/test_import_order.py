@@ -44,6 +44,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.reports",),
     ("hecate.integrations",),
     ("hecate.checks",),
+    ("hecate.found",),
     ("hecate.compilation", "hecate.api"),
     ("hecate",),
     ("hecate.simulator", "hecate.lightning"),

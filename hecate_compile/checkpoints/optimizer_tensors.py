@@ -16,15 +16,8 @@ from hecate.checkpoints.coordination import MismatchError
 from hecate.checkpoints.state_dicts import LogicalTensor, Site, sites_of, whole_shape
 from hecate.private import init_optimizer_state
 from hecate.runtime.comm.agreement import gather_json
-from hecate.training.optimizer_state import (
-    bring_along,
-    note_owners,
-    noted,
-    options_of,
-    state_that_cannot_be_saved,
-    stepping_does_not_count,
-    world_of,
-)
+from hecate.training.optimizer_state import bring_along, state_that_cannot_be_saved, stepping_does_not_count
+from hecate.training.owner_notes import note_owners, noted, options_of, world_of
 from hecate.training.state_layout import is_for_all, is_scale, is_table, lines_per_row, on_rows
 from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of

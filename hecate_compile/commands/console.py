@@ -19,7 +19,7 @@ from hecate.private import (
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.simulator.capture import CaptureError
 from hecate.wrap.find_experts import NoExpertsError
-from hecate.wrap.parameter_reads import UntracedReadError
+from hecate.wrap.untraced import UntracedReadError
 
 
 def console(width: int = 120, *, stderr: bool = False) -> Console:

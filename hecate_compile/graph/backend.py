@@ -38,7 +38,7 @@ from hecate.runtime.state.overlap_window import fewest_tokens, overlaps, predict
 from hecate.runtime.state.placer import Placer
 from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.graph_breaks import break_near, places_around, places_in
-from hecate.wrap.parameter_reads import WITHOUT_TRACING
+from hecate.wrap.untraced import WITHOUT_TRACING
 
 log = logging.getLogger("hecate")
 

@@ -13,8 +13,8 @@ from hecate.passes.fx import arg, calls, describe
 from hecate.passes.match import named
 from hecate.runtime.ops.gradients import replicate
 from hecate.runtime.state.layer import get_layer
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError, untraced_read
 from hecate.wrap.shard import LOST_CHANGE
+from hecate.wrap.untraced import WITHOUT_TRACING, UntracedReadError, untraced_read
 from hecate.wrap.untraced_loops import chosen_by_data
 
 

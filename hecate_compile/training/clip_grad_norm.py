@@ -19,7 +19,7 @@ from hecate.runtime.comm import collectives
 from hecate.runtime.comm.history import doing
 from hecate.runtime.comm.world import World
 from hecate.runtime.state.settle import settle_all
-from hecate.training.optimizer_state import world_of
+from hecate.training.owner_notes import world_of
 from hecate.wrap.shard import shard_of, worlds_of_gradients
 
 _local_norm = getattr(clip_grad, TOTAL_NORM)

@@ -37,7 +37,7 @@ from hecate.training.outside_gradients import OutsideGradients
 from hecate.training.tried_again import remember
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.first_forward import agree_on_next
-from hecate.wrap.parameter_reads import WITHOUT_TRACING, UntracedReadError, untraced_read
+from hecate.wrap.untraced import WITHOUT_TRACING, UntracedReadError, untraced_read
 from hecate.wrap.whole_layers import WholeLayers
 
 

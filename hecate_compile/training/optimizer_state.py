@@ -10,7 +10,7 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,22 @@ from hecate.runtime.state.layer import Layer
 from hecate.runtime.state.settle import settle_all
 from hecate.training.member_state import gather_members, move_members
 from hecate.training.optimizer_trial import ELEMENTWISE, refuse_unfit
+from hecate.training.owner_notes import (
+    NOTE,
+    as_text,
+    expert_shards_in,
+    layers_in,
+    note_owners,
+    noted_owners,
+    options_of,
+    world_in,
+    world_of,
+)
 from hecate.training.state_layout import by_row, in_other_forms, is_for_all, lines_per_row, on_rows
 from hecate.wrap.expert_shards import ExpertShard, MemberShard, is_expert_shard, is_member_shard
 from hecate.wrap.graph_breaks import called_by
 from hecate.wrap.shard import shard_of
 
-# The key in a parameter group under which rank and owners stand as JSON: text survives every kind of checkpoint.
-_NOTE = "hecate_state"
 # The module of DCP's get_state_dict and set_state_dict.
 _DCP = "torch.distributed.checkpoint.state_dict"
 
@@ -65,9 +74,9 @@ def _noting(add: Callable[[Optimizer, dict[str, Any]], None]) -> Callable[[Optim
         add(self, param_group)
         # One that comes from another optimizer has that one's note.
         group = self.param_groups[-1]
-        world = _world_of(group)
+        world = world_in(group)
         if world is not None:
-            group[_NOTE] = _as_text(world, _layers_in(group))
+            group[NOTE] = as_text(world, layers_in(group))
 
     return add_param_group
 
@@ -80,10 +89,10 @@ def state_that_cannot_move(layers: Collection[int]) -> list[str]:
         f"{type(optimizer).__name__}'s {key!r}"
         for optimizer in list(_stepped)
         for group in optimizer.param_groups
-        for parameter, shard in _expert_shards_in(group)
+        for parameter, shard in expert_shards_in(group)
         if shard.layer.id in layers
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if optimizer in _unequal or not _can_move(key, value, parameter, shard, _noted_owners(group, shard.layer))
+        if optimizer in _unequal or not _can_move(key, value, parameter, shard, noted_owners(group, shard.layer))
     ]
 
 
@@ -124,28 +133,11 @@ def _cannot_save(optimizer: Optimizer, what: str) -> str:
     )
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's options, without its parameters and Hecate's note."""
-    return {key: value for key, value in group.items() if key not in ("params", _NOTE)}
-
-
-def noted(group: dict[str, Any]) -> bool:
-    return _NOTE in group
-
-
-def note_owners(optimizer: Optimizer) -> None:
-    """Note that the state of ``optimizer`` is laid out for the present owners."""
-    for group in optimizer.param_groups:
-        world = _world_of(group)
-        if world is not None:
-            group[_NOTE] = _as_text(world, _layers_in(group))
-
-
 def bring_along(optimizer: Optimizer) -> None:
     """Bring state to where its experts went. A collective if owners changed since the last step."""
     for group in optimizer.param_groups:
-        world = _world_of(group)
-        if world is not None and _NOTE in group:
+        world = world_in(group)
+        if world is not None and NOTE in group:
             _check_rank(optimizer, group, world)
             _follow(optimizer, group, world)
 
@@ -153,33 +145,11 @@ def bring_along(optimizer: Optimizer) -> None:
 @contextmanager
 def stepping_does_not_count(optimizer: Optimizer) -> Iterator[None]:
     """Leave steps in the block, which only make state, out of the count after which experts move."""
-    models = [layer.placer.model for group in optimizer.param_groups for layer in _layers_in(group)]
+    models = [layer.placer.model for group in optimizer.param_groups for layer in layers_in(group)]
     before = [model.optimizer_stepped for model in models]
     yield
     for model, stepped in zip(models, before, strict=True):
         model.optimizer_stepped = stepped
-
-
-def world_of(optimizer: Optimizer) -> World | None:
-    """Return the group in which parameters of ``optimizer`` are sharded; None if none are, or it has one rank."""
-    worlds = (_world_of(group) for group in optimizer.param_groups)
-    return next((world for world in worlds if world is not None), None)
-
-
-def _world_of(group: dict[str, Any]) -> World | None:
-    shards = (shard_of(parameter) for parameter in group["params"])
-    return next((shard.world for shard in shards if shard is not None and shard.world.group is not None), None)
-
-
-def _expert_shards_in(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, ExpertShard | MemberShard]]:
-    for parameter in group["params"]:
-        shard = shard_of(parameter)
-        if (is_expert_shard(shard) or is_member_shard(shard)) and shard.world.group is not None:
-            yield parameter, shard
-
-
-def _layers_in(group: dict[str, Any]) -> list[Layer]:
-    return list({shard.layer.id: shard.layer for _, shard in _expert_shards_in(group)}.values())
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -210,16 +180,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
-        world = _world_of(group)
+        world = world_in(group)
         if world is None:
             continue
-        layers = _layers_in(group)
+        layers = layers_in(group)
         for layer in layers:
             layer.placer.model.optimizer_stepped = True
         if any(layer.placer.model.policy.reshard_every for layer in layers):
             _stepped.add(optimizer)
-        if _NOTE not in group:
-            group[_NOTE] = _as_text(world, layers)
+        if NOTE not in group:
+            group[NOTE] = as_text(world, layers)
     world = world_of(optimizer)
     if world is not None and optimizer not in _asked:
         _asked.add(optimizer)
@@ -282,18 +252,13 @@ def _slice_from_dcp(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 def _note_if_sliced(optimizer: Optimizer) -> None:
     # State that DCP loads has no note, and was sliced for the present owners.
-    if any(_NOTE not in group for group in optimizer.param_groups):
+    if any(NOTE not in group for group in optimizer.param_groups):
         note_owners(optimizer)
-
-
-def _as_text(world: World, layers: Iterable[Layer]) -> str:
-    owners = {layer.name: layer.owners.ranks for layer in layers}
-    return json.dumps({"rank": world.rank, "ranks": world.size, "owners": owners})
 
 
 def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
     """Refuse state that is not this rank's own: ranks have other experts and rows."""
-    noted = json.loads(group[_NOTE])
+    noted = json.loads(group[NOTE])
     if (noted["rank"], noted["ranks"]) != (world.rank, world.size):
         where = "" if world.everyone is world else " in its group"
         raise RuntimeError(
@@ -305,13 +270,13 @@ def _check_rank(optimizer: Optimizer, group: dict[str, Any], world: World) -> No
 
 def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
     """Bring a group's state from the owners in its note to the present ones. A collective if they changed."""
-    text = _as_text(world, _layers_in(group))
-    if text == group[_NOTE]:
+    text = as_text(world, layers_in(group))
+    if text == group[NOTE]:
         return
     members: dict[Layer, list[tuple[nn.Parameter, MemberShard]]] = {}
     with torch.no_grad():
-        for parameter, shard in _expert_shards_in(group):
-            old = _noted_owners(group, shard.layer)
+        for parameter, shard in expert_shards_in(group):
+            old = noted_owners(group, shard.layer)
             if old == shard.layer.owners:
                 continue
             if is_member_shard(shard):
@@ -319,8 +284,8 @@ def _follow(optimizer: Optimizer, group: dict[str, Any], world: World) -> None:
             elif is_expert_shard(shard):
                 _move(optimizer, parameter, shard, old)
         for layer, theirs in members.items():
-            move_members(optimizer.state, theirs, layer, _noted_owners(group, layer))
-    group[_NOTE] = text
+            move_members(optimizer.state, theirs, layer, noted_owners(group, layer))
+    group[NOTE] = text
 
 
 def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old: Owners) -> None:
@@ -336,17 +301,6 @@ def _move(optimizer: Optimizer, parameter: nn.Parameter, shard: ExpertShard, old
             assert rows is not None
             moved = shard.moved(rows, old, layer.owners)
             state[key] = moved if rows is value else moved.flatten()
-
-
-def _noted_owners(group: dict[str, Any], layer: Layer) -> Owners:
-    noted: dict[str, Sequence[int]] = json.loads(group[_NOTE])["owners"] if _NOTE in group else {}
-    owners = Owners(tuple(noted.get(layer.name, layer.owners.ranks)), layer.world.size)
-    if owners.num_experts != layer.num_experts:
-        raise ValueError(
-            f"hecate: optimizer state of {layer.name} was saved for {owners.num_experts} experts, "
-            f"the model has {layer.num_experts}"
-        )
-    return owners
 
 
 def _can_move(

@@ -13,7 +13,7 @@ too, and its gradient is averaged over its twins. ``named_parameters()`` and the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -29,12 +29,13 @@ from hecate.runtime.state.step_mode import CurrentStep
 from hecate.wrap.changes import note_change
 from hecate.wrap.expert_shards import ExpertShard, is_expert_shard
 from hecate.wrap.first_forward import agree_on_next
-from hecate.wrap.graph_breaks import Place, called_by, hear_graph_breaks, python_around
+from hecate.wrap.graph_breaks import called_by, hear_graph_breaks, python_around
 from hecate.wrap.lora_experts import ADAPTERS_AFTERWARDS, adapter_of
 from hecate.wrap.shard import cannot_be_copied, no_longer_the_shard, shard_of
 from hecate.wrap.stack_experts import member_of
 from hecate.wrap.swapped_class import swap_class
 from hecate.wrap.twin_records import TwinRecords
+from hecate.wrap.untraced import WITHOUT_TRACING, UntracedReadError, untraced_read
 from hecate.wrap.whole_runs import any_entered, read_whole
 
 # The class attribute that names the parameters which are read this way, and the module's records of whole ones.
@@ -42,27 +43,6 @@ _READERS, _RECORDS = "_hecate_readers", "_hecate_replicated"
 
 # The package that looks parameters up for their names, not to compute with them; so does ``print(model)``.
 CHECKPOINTING = "torch.distributed.checkpoint"
-
-# The way out that every model has, for messages.
-WITHOUT_TRACING = (
-    'Config(policy="replicate") trains any model: every rank keeps all experts, and nothing has to be traced.'
-)
-
-
-class UntracedReadError(RuntimeError):
-    """Code that was not traced read a sharded expert parameter, or trained a dense one unaveraged."""
-
-    # What code is at fault, without a way out. It would be right if it ran as Python (``whole_layers``): where the
-    # experts of ``layer`` are read, or ``places`` that cannot be traced.
-    why = layer = ""
-    places: Sequence[Place] = ()
-
-
-def untraced_read(why: str, advice: str, *, layer: str = "", places: Sequence[Place] = ()) -> UntracedReadError:
-    """Return an error about code that would be right if it ran as Python."""
-    error = UntracedReadError(f"hecate: {why}\n{advice}")
-    error.why, error.layer, error.places = why, layer, places
-    return error
 
 
 def install_reads(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from hecate.private import (
     in_backward,
     is_traceable_wrapper_subclass,
-    parameters_of,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -40,36 +39,7 @@ from hecate.wrap.expert_shards import is_expert_shard
 from hecate.wrap.find_experts import ExpertsModule
 from hecate.wrap.first_forward import agree_on_next
 from hecate.wrap.shard import LOST_CHANGE, shard_of
-from hecate.wrap.stack_experts import ExpertStack, stack_of
-
-
-@dataclass(eq=False)
-class _Whole:
-    """A parameter that is gathered, and what was read of it: numbers of experts, -1 for the parameter as one."""
-
-    shard: torch.Tensor
-    num_experts: int  # 0 of a dense parameter
-    key: str
-    version: int = 0  # of what was gathered
-    # Weak, as what is saved for the backward holds this, and modules may hold their own results.
-    stack: weakref.ref[ExpertStack] | None = None
-    read: set[int] = field(default_factory=set)
-
-
-class _Part(NamedTuple):
-    """What autograd saves instead of a view of a gathered tensor."""
-
-    shard: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Kept(NamedTuple):
-    """A tensor that autograd saves, which nobody may change before it is used."""
-
-    tensor: torch.Tensor
-    version: int
+from hecate.wrap.whole_parts import Kept, Part, Whole, parts_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +87,7 @@ class WholeRun:
 
     def __init__(self, layer: nn.Module, how: Gathering) -> None:
         self._layer, self._how = weakref.ref(layer), how
-        self._wholes: dict[int, _Whole] = {}
+        self._wholes: dict[int, Whole] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         # Of each, what experts read in one go: taken one by one, each would have a gradient of the size of all.
         self._experts: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -161,11 +131,11 @@ class WholeRun:
             # A backward that failed does not end.
             for run in list(_in_backward):
                 run.leave()
-            if self._how.step.is_first and any(_has(whole.shard) is None for whole in _parts(layer, experts)):
+            if self._how.step.is_first and any(_has(whole.shard) is None for whole in parts_of(layer, experts)):
                 agree_on_next(f"the call of a {self._name} that runs as Python", self._how.world)
         before = next((run for run in reversed(_in_backward) if run._layer() is layer), None)
         # Looked up anew: load_state_dict(assign=True) makes new parameters.
-        for whole in _parts(layer, experts):
+        for whole in parts_of(layer, experts):
             known, place = _has(whole.shard), id(whole.shard)
             if place not in self._wholes and (known is None or known is before):
                 self._wholes[place] = whole
@@ -175,7 +145,7 @@ class WholeRun:
                 whole.version = 0 if gathered.is_inference() else version_of(gathered)
         return before is not None
 
-    def _gather(self, whole: _Whole) -> torch.Tensor:
+    def _gather(self, whole: Whole) -> torch.Tensor:
         record, shard = shard_of(whole.shard), whole.shard
         floats, dtype = shard.is_floating_point(), self._how.dtype
         if isinstance(record, DenseShard):
@@ -203,11 +173,11 @@ class WholeRun:
             if plain and not tensor.is_conj() and not tensor.is_neg():
                 shard = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
                 if shard is not None:
-                    return _Part(shard, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            return keep(tensor) if keep is not None else _Kept(tensor, version_of(tensor))
+                    return Part(shard, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return keep(tensor) if keep is not None else Kept(tensor, version_of(tensor))
 
         def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, _Part):
+            if isinstance(saved, Part):
                 # A backward may begin elsewhere than in what the layer returned.
                 if saved.shard not in self.tensors:
                     self.enter()
@@ -373,17 +343,3 @@ class _Join(torch.autograd.Function):
         _ = ctx.saved_tensors
         found = [*gradients, *ctx.run.zeros()]
         return (None, None, *found, *[None] * (ctx.inputs - len(found)))
-
-
-def _parts(layer: nn.Module, experts: Sequence[ExpertsModule]) -> Iterator[_Whole]:
-    """Yield what a layer may read and this rank has only a part of."""
-    for each in experts:
-        own, stack = parameters_of(each.store), stack_of(each)
-        for key in each.parameters:
-            shard = own[key]
-            assert shard is not None
-            yield _Whole(shard, each.num_experts, key, stack=weakref.ref(stack) if stack is not None else None)
-    for module in layer.modules():
-        for key, parameter in parameters_of(module).items():
-            if parameter is not None and isinstance(shard_of(parameter), DenseShard):
-                yield _Whole(parameter, 0, key)

@@ -16,7 +16,7 @@ import hecate
 import tests
 from hecate.graph import backend
 from hecate.graph.backend import refuse_chosen_experts
-from hecate.wrap.parameter_reads import UntracedReadError
+from hecate.wrap.untraced import UntracedReadError
 
 TEMPLATE = """
 import random

@@ -174,6 +174,7 @@ codes = keep_code()
 
 import hecate
 import hecate.compilation as compilation
+import hecate.found as in_models
 import hecate.graph.backend as backend
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.queue import CollectiveQueue
@@ -188,7 +189,7 @@ from tests.support.models import build
 def without_peers() -> None:
     """Ranks that are not there agree, and no stream is made for their collectives."""
     World.__post_init__ = lambda self: object.__setattr__(self, "queue", CollectiveQueue(self.device))
-    compilation.agree = backend.agree = collectives.broadcast = lambda *given, **options: None
+    compilation.agree = in_models.agree = backend.agree = collectives.broadcast = lambda *given, **options: None
     backend.fewest_tokens = lambda tokens, *given: tokens
     transport = SimpleNamespace(faults=torch.zeros(2, ranks, dtype=torch.int64, device="cpu"))
     Exchanges.between = classmethod(lambda cls, world: SimpleNamespace(world=world, transport=transport))
