@@ -50,7 +50,8 @@ class Config:
         backend: the compiler of the rewritten graph. ``"aot_eager"`` compiles in seconds and runs the
             graph node by node: for debugging.
         piecewise: Inductor compiles each different piece between Hecate's operators once, and no graph as a whole, so
-            that layers that are alike are compiled together: a deep model compiles faster.
+            that layers that are alike are compiled together: a deep model compiles faster. A restart finds pieces in
+            torch's caches, and traces the model again.
         disable_passes: names of passes to leave out, to find a fault. The program stays right.
         policy: ``"hecate"``: tokens travel to experts, and in each step hot experts are replicated where that is
             predicted to be faster. ``"static"``: every expert is computed by its owner. ``"gather"``: every rank
@@ -198,6 +199,8 @@ class Config:
             raise ValueError(
                 f"hecate.Config: wire_dtype={self.wire_dtype!r}, expected torch.bfloat16, torch.float16 or None"
             )
+        if self.piecewise is True and self.backend != "inductor":
+            raise ValueError('hecate.Config: piecewise=True is a way of backend="inductor"; leave it out')
         for name in ("broadcast_buffers", "piecewise", "calibrate", "rematerialize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"hecate.Config: {name}={getattr(self, name)!r}, expected True or False")

@@ -131,7 +131,7 @@ def lower(
     if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
         final = (*final, *INDUCTOR_PASSES)
     # Rates and tokens are left out: they differ in every run, and no rank's order depends on them here.
-    identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr(disabled)
+    identity = repr(replace(context, rates=_NO_RATES, tokens=0, guesses={})) + repr((disabled, piecewise))
     patches: dict[str, Any] = {
         "joint_custom_post_pass": _Hook(lambda graph: run(graph, JOINT_PASSES, "joint"), identity),
     }
@@ -140,6 +140,10 @@ def lower(
         patches["reorder_for_peak_memory"] = False
     inner: Compiled = inductor().compile_fx_inner
     if piecewise:
+        if getattr(functorch_config, "bundled_autograd_cache", False):
+            raise ValueError(
+                "hecate: torch's bundled_autograd_cache keeps graphs as a whole; Config(piecewise=True) makes none"
+            )
         inner = _InPieces(lambda gm, part: run(gm, final, part), pieces)
     elif final:
         patches["post_grad_custom_post_pass"] = _Hook(lambda graph: run(graph, final, _part(graph)), identity)
@@ -247,7 +251,7 @@ class _InPieces:
 
 
 # Inductor's options for a graph that hold for each of its pieces.
-_OF_A_PIECE = ("cudagraphs", "is_backward", "is_inference", "graph_id")
+_OF_A_PIECE = ("cudagraphs", "is_backward", "is_inference", "graph_id", "boxed_forward_device_index")
 
 
 @contextmanager

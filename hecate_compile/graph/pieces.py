@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.graph.steps import Boxed, InPieces, Pieces, Program
-from hecate.passes.fx import calls, is_foreign_collective, is_getitem, is_view, reached
-from hecate.private import OpOverload, schema_of, symbolic_shapes
+from hecate.passes.fx import calls, fake_mode_of, is_foreign_collective, is_getitem, is_view, reached
+from hecate.private import OpOverload, symbolic_shapes
 
 # Compiles a piece, given fake inputs and the numbers of those that never move in memory.
 CompilePiece = Callable[[GraphModule, list[Any], list[int]], Boxed]
@@ -29,7 +29,8 @@ def compile_in_pieces(gm: GraphModule, compile_piece: CompilePiece, static: Iter
     ``static`` are the numbers of inputs that never move in memory. Raises RuntimeError if a piece has a size that is
     no node of the graph.
     """
-    cut, program, known = _Cut(gm, set(static)), Program(gm), dict[Any, Boxed]()
+    cut, known = _Cut(gm, set(static)), dict[Any, Boxed]()
+    program = Program(gm, cut.piece_of)
     for number, alone in enumerate(cut.alone_before):
         for node in alone:
             program.run_node(node)
@@ -53,24 +54,24 @@ class _Cut:
     the views of all layers' parameters.
 
     Attributes:
+        piece_of: the number of the piece that a node is a member of.
         members: the nodes of each piece, by its number.
         alone_before: for each number, the nodes that run by themselves behind the piece before and before this one.
     """
 
     def __init__(self, gm: GraphModule, static: set[int]) -> None:
-        self.gm, nodes = gm, list(gm.graph.nodes)
+        nodes = list(gm.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._static = {node for number, node in enumerate(placeholders) if number in static}
         self._order = {node: number for number, node in enumerate(nodes)}
-        written = {target for node in nodes for target in _written_by(node)}
-        # A view of what is written later must be taken where it stands.
-        self._changing = written | reached(written, lambda node: filter(_passes_on, node.users))
-        self._piece_of: dict[Node, int] = {}
         self._alone: set[Node] = set(placeholders)
+        self.piece_of: dict[Node, int] = {}
         self.members: dict[int, list[Node]] = {}
         self.alone_before: list[list[Node]] = [[]]
         self._assign(nodes)
-        self._sizes = _nodes_of_symbols(gm, nodes)
+        # Written into the graph behind what they are sizes of, and so of no piece.
+        self._sizes = _Sizes(gm, nodes)
+        self._asked = {size for members in self.members.values() for size in self._sizes_for(members)}
 
     def _assign(self, nodes: list[Node]) -> None:
         # An assertion may look at a number that its piece returns, so it comes behind.
@@ -79,8 +80,8 @@ class _Cut:
             if node.op in ("placeholder", "output") or self._floats(node):
                 continue
             source = node.all_input_nodes[0] if is_getitem(node) else None
-            if source in self._piece_of:
-                self._put(node, self._piece_of[source])
+            if source in self.piece_of:
+                self._put(node, self.piece_of[source])
             elif _is_cut(node):
                 self.alone_before.append([*assertions, node])
                 assertions.clear()
@@ -97,39 +98,48 @@ class _Cut:
         self.alone_before.append(assertions)
 
     def _put(self, node: Node, number: int) -> None:
-        self._piece_of[node] = number
+        self.piece_of[node] = number
         self.members.setdefault(number, []).append(node)
 
     def _floats(self, node: Node) -> bool:
+        """Return whether a node is written again wherever it is read.
+
+        A view of a buffer that is written later, too: a piece that is given both as inputs would not know that they
+        share memory.
+        """
         if node.op == "get_attr":
             return True
-        if _passes_on(node):
+        if is_getitem(node):
             source = node.all_input_nodes[0]
-            of_view = is_view(node) or (source not in self._alone and source not in self._piece_of)
-            return of_view and node not in self._changing
+            return source not in self._alone and source not in self.piece_of
+        if is_view(node):
+            return str(node.target) not in _MAY_COPY
         return _is_number(node) and not node.meta.get("unbacked_bindings")
 
-    def piece(self, number: int) -> _Piece:
-        members = self.members[number]
+    def _parts(self, members: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+        """Return the nodes of a piece with what floats above its members, in order, and those that it reads."""
         inside = sorted([*self._floating_above(members), *members], key=self._order.__getitem__)
         mine = set(inside)
         outside = dict.fromkeys(source for node in inside for source in node.all_input_nodes if source not in mine)
-        bound = {symbol for node in members for symbol in node.meta.get("unbacked_bindings") or ()}
-        sizes: dict[Node, None] = {}
-        for symbol in dict.fromkeys(symbol for node in [*outside, *inside] for symbol in _symbols(node)):
-            if symbol not in bound:
-                if symbol not in self._sizes:
-                    raise RuntimeError(
-                        f"hecate: Config(piecewise=True): no node of this graph is the size {symbol} of one of its "
-                        "pieces. Compile it whole: leave piecewise out"
-                    )
-                sizes[self._sizes[symbol]] = None
-        inputs = [*{**sizes, **outside}]
+        return inside, list(outside)
+
+    def _sizes_for(self, members: Sequence[Node]) -> list[Node]:
+        """Return the nodes that are sizes in a piece, but for those that its members find out."""
+        inside, outside = self._parts(members)
+        bound = {symbol for node in members for symbol in _bound_by(node)}
+        symbols = dict.fromkeys(symbol for node in [*outside, *inside] for symbol in _symbols(node))
+        return [self._sizes.node_of(symbol) for symbol in symbols if symbol not in bound]
+
+    def piece(self, number: int) -> _Piece:
+        members = self.members[number]
+        inside, outside = self._parts(members)
+        sizes = self._sizes_for(members)
+        inputs = list(dict.fromkeys([*sizes, *outside]))
         return _Piece(
             inputs=inputs,
             # A size that comes from outside is not computed again.
             inside=[node for node in inside if node not in sizes],
-            results=[node for node in members if self._leaves(node, number)],
+            results=[node for node in members if self._leaves(node)],
             static=[place for place, node in enumerate(inputs) if node in self._static],
         )
 
@@ -137,19 +147,30 @@ class _Cut:
         """Return the nodes that float and are needed for ``nodes``."""
 
         def floating(node: Node) -> list[Node]:
-            return [source for source in node.all_input_nodes if not {source} & (self._alone | self._piece_of.keys())]
+            return [n for n in node.all_input_nodes if n not in self._alone and n not in self.piece_of]
 
         return reached(nodes, floating)
 
-    def _leaves(self, node: Node, number: int) -> bool:
-        """Return whether anything outside of the piece reads a member of it, if only by what floats."""
-        return node in self._sizes.values() or any(
-            self._piece_of[user] != number
-            if user in self._piece_of
-            else user in self._alone or user.op == "output" or self._leaves(user, number)
-            for user in node.users
+    def _leaves(self, member: Node) -> bool:
+        """Return whether anything outside of its piece reads a member, if only by what floats."""
+        floating = [member, *reached([member], lambda node: [user for user in node.users if self._is_afloat(user)])]
+        return any(
+            node in self._asked
+            or any(
+                user in self._alone or user.op == "output" or self._is_elsewhere(user, member) for user in node.users
+            )
+            for node in floating
         )
 
+    def _is_afloat(self, node: Node) -> bool:
+        return node.op != "output" and node not in self._alone and node not in self.piece_of
+
+    def _is_elsewhere(self, node: Node, member: Node) -> bool:
+        return self.piece_of.get(node, self.piece_of[member]) != self.piece_of[member]
+
+
+# Their schema says that they return a view, and they may return a copy.
+_MAY_COPY = ("aten.reshape.default", "aten.contiguous.default")
 
 # Inductor's seeds: each place that draws random numbers has the number of its own.
 _SEEDS = ("prims.inductor_seeds.default", "prims.inductor_lookup_seed.default")
@@ -160,41 +181,50 @@ def _is_cut(node: Node) -> bool:
     return mine or is_foreign_collective(node)
 
 
-def _passes_on(node: Node) -> bool:
-    return is_getitem(node) or is_view(node)
-
-
 def _is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
-
-
-def _written_by(node: Node) -> list[Node]:
-    """Return the arguments that an operator changes."""
-    schema = schema_of(node.target)
-    given = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
-    return [value for argument, value in given if argument.is_write and isinstance(value, Node)]
 
 
 def _symbols(node: Node) -> Any:
     return sorted(symbolic_shapes.free_symbols(node.meta.get("val")), key=str)
 
 
-def _nodes_of_symbols(gm: GraphModule, nodes: Sequence[Node]) -> dict[Any, Node]:
-    """Return for each symbol a node that is its number; a size of a tensor gets one."""
-    found: dict[Any, Node] = {}
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.is_Symbol:
-            found.setdefault(value.node.expr, node)
-    for node in nodes:
-        value = node.meta.get("val")
-        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in found:
-                with gm.graph.inserting_after(node):
-                    number = gm.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                number.meta["val"] = size
-                found[size.node.expr] = number
-    return found
+def _bound_by(node: Node) -> Iterable[Any]:
+    """Return the symbols of sizes that a node finds out, by the names that they have in other nodes."""
+    bindings, found = node.meta.get("unbacked_bindings"), fake_mode_of(node.graph)
+    if not bindings or found is None:
+        return ()
+    return symbolic_shapes.resolve_unbacked_bindings(found[1].shape_env, bindings) or ()
+
+
+class _Sizes:
+    """For each symbol in a graph a node that is its number; where only tensors have it, one is written."""
+
+    def __init__(self, gm: GraphModule, nodes: Sequence[Node]) -> None:
+        self._graph = gm.graph
+        self._nodes: dict[Any, Node] = {}
+        self._dims: dict[Any, tuple[Node, int]] = {}
+        for node in nodes:
+            value = node.meta.get("val")
+            if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.is_Symbol:
+                self._nodes.setdefault(value.node.expr, node)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self._dims.setdefault(size.node.expr, (node, dim))
+
+    def node_of(self, symbol: Any) -> Node:
+        if symbol not in self._nodes:
+            if symbol not in self._dims:
+                raise RuntimeError(
+                    f"hecate: Config(piecewise=True): no node of this graph is the size {symbol} of one of its "
+                    "pieces. Compile it whole: leave piecewise out"
+                )
+            tensor, dim = self._dims[symbol]
+            with self._graph.inserting_after(tensor):
+                size = self._graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+            size.meta["val"] = tensor.meta["val"].shape[dim]
+            self._nodes[symbol] = size
+        return self._nodes[symbol]
 
 
 # --- a piece ---
@@ -237,17 +267,21 @@ class _Piece:
     def key(self) -> Any:
         """What it computes: equal for two that can run the same code.
 
-        Sizes that only data decide are named in the order of their use; other sizes are those of the batch.
+        Sizes that only data decide are named in the order of their use; other sizes are those of the batch. What is
+        asserted of a size is part of it, as Inductor asserts it in the code.
         """
         names: dict[Any, sympy.Symbol] = {}
+        asserted: dict[Any, Any] = {}
         numbers = {node: number for number, node in enumerate([*self.inputs, *self.inside])}
 
         def size(value: Any) -> str:
             if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 return repr(value)
+            known: Any = value.node.shape_env
             for symbol in sorted(symbolic_shapes.free_unbacked_symbols(value), key=str):
-                bounds = value.node.shape_env.bound_sympy(symbol)
-                names.setdefault(symbol, sympy.Symbol(f"size{len(names)}_of_{bounds}"))
+                if symbol not in names:
+                    names[symbol] = sympy.Symbol(f"size{len(names)}_of_{known.bound_sympy(symbol)}")
+                    asserted[symbol] = known.deferred_runtime_asserts.get(symbol, ())
             return str(value.node.expr.xreplace(names))
 
         def example(value: Any) -> Any:
@@ -270,4 +304,6 @@ class _Piece:
             (str(node.target), argument(node.args), argument(node.kwargs), example(node.meta.get("val")))
             for node in self.inside
         )
-        return given, lines, tuple(numbers[node] for node in self.results), tuple(self.static)
+        results = tuple(numbers[node] for node in self.results)
+        promised = sorted(str(one.expr.xreplace(names)) for kept in asserted.values() for one in kept)
+        return given, lines, results, tuple(self.static), tuple(promised)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -41,7 +41,7 @@ class _RunPiece:
         for number in self.last:
             values[number] = None
         for number, value in zip(self.results, self.compiled(args), strict=True):
-            values[number] = value
+            values[number] = value if number not in self.last else None
 
 
 @dataclass
@@ -76,11 +76,14 @@ class InPieces:
     _steps: list[_RunPiece | _RunNode]
     _results: list[Any]
     _slots: int
+    _unread: list[int]
     _boxed_call: bool = True
 
     def __call__(self, args: list[Any]) -> list[Any]:
         values = args + [None] * (self._slots - len(args))
         args.clear()
+        for number in self._unread:
+            values[number] = None
         for step in self._steps:
             step(values)
         found: list[Any] = _filled(self._results, values)
@@ -90,8 +93,8 @@ class InPieces:
 class Program:
     """The steps of a graph, as they are written. ``last`` of a step are the slots that nothing reads behind it."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
+    def __init__(self, gm: GraphModule, members: Container[Node]) -> None:
+        self._gm, self._members = gm, members
         self._steps: list[_RunPiece | _RunNode] = []
         self._slots: dict[Node, int] = {}
         for node in gm.graph.nodes:
@@ -115,6 +118,7 @@ class Program:
     def _compute(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if node not in self._slots:
+                assert node not in self._members, f"{node} is computed by its piece"
                 self.run_node(node)
 
     def _template(self, value: Any) -> Any:
@@ -138,4 +142,7 @@ class Program:
         for step in reversed(self._steps):
             step.last = sorted({*step.reads, *step.results} - read)
             read.update(step.reads)
-        return InPieces(pieces, self._steps, list(self._template(output.args[0])), len(self._slots))
+        # What no step writes was given.
+        unread = set(self._slots.values()) - read - {number for step in self._steps for number in step.results}
+        results = list(self._template(output.args[0]))
+        return InPieces(pieces, self._steps, results, len(self._slots), sorted(unread))

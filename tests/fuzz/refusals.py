@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hecate
+from hecate.compiled_model import compiled_model_of
 from hecate.wrap.expert_shards import is_member_shard
 from hecate.wrap.shard import shard_of
 
@@ -49,7 +50,9 @@ def _meets_first(life: Any) -> bool:
         or options.get("dense") == "shard"
         or options.get("disable_passes")
     )
-    return _communicates(life) and not (buffers or gathers or options.get("reshard_every"))
+    # So does the question whether hooks are given what accumulation has left local.
+    owed = compiled_model_of(life.model, "a refusal").sync.switches.owed
+    return _communicates(life) and not (buffers or gathers or owed or options.get("reshard_every"))
 
 
 def _step(life: Any, kind: Any, **options: Any) -> None:

@@ -22,20 +22,24 @@ from hecate.graph.pieces import compile_in_pieces
 from hecate.graph.steps import InPieces, Pieces
 from hecate.private import FakeTensorMode, aot_autograd, boxed_nop
 
-_lib = torch.library.Library("hecate", "FRAGMENT")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
     """Two that cut: one of a layer's number, one whose result has as many rows as data decide."""
-    _lib.define("test_send(Tensor rows, int layer) -> Tensor")
-    _lib.impl("test_send", lambda rows, layer: rows + layer, "CompositeExplicitAutograd")
-    torch.library.register_fake("hecate::test_send", lambda rows, layer: torch.empty_like(rows), lib=_lib)
-    _lib.define("test_receive(Tensor rows, int layer) -> (Tensor, SymInt)")
-    _lib.impl("test_receive", _receive, "CompositeExplicitAutograd")
-    torch.library.register_fake("hecate::test_receive", _fake_receive, lib=_lib)
+    library = torch.library.Library("hecate", "FRAGMENT")
+    library.define("test_send(Tensor rows, int layer) -> Tensor")
+    library.impl("test_send", lambda rows, layer: rows + layer, "CompositeExplicitAutograd")
+    torch.library.register_fake("hecate::test_send", lambda rows, layer: torch.empty_like(rows), lib=library)
+    torch.library.register_autograd("hecate::test_send", _send_back, lib=library)
+    library.define("test_receive(Tensor rows, int layer) -> (Tensor, SymInt)")
+    library.impl("test_receive", _receive, "CompositeExplicitAutograd")
+    torch.library.register_fake("hecate::test_receive", _fake_receive, lib=library)
     yield
-    _lib._destroy()
+    library._destroy()
+
+
+def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.hecate.test_send(gradient, 0), None
 
 
 def _receive(rows: Tensor, layer: int) -> tuple[Tensor, int]:
