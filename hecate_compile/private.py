@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import datetime
 import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -35,7 +36,7 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._functorch import config as functorch_config
@@ -90,6 +91,18 @@ def symmetric_memory() -> Any:
     import torch.distributed._symmetric_memory as found
 
     return found
+
+
+def forget_guards(gone: Sequence[Any]) -> None:
+    """Free the guards of graphs that are gone.
+
+    Dynamo lets every class and module that a guard asks about tell its guards of its end, and these live for ever.
+    """
+    ids = set(map(id, gone))
+    for finalizer, told in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # not in typeshed
+        guards = getattr(getattr(told.func, "func", None), "__self__", None)
+        if isinstance(guards, CheckFunctionManager) and id(getattr(guards, "guard_manager", None)) in ids:
+            finalizer.detach()
 
 
 # Logs in which Dynamo says why it broke a graph, and what it measures.

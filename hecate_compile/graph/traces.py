@@ -27,6 +27,7 @@ from hecate.private import (
     compiled_entries,
     convert_frame,
     dynamo_config,
+    forget_guards,
     forget_symbols,
     optimize,
     set_compiled_call,
@@ -244,6 +245,7 @@ def _alive(hooks: Hooks) -> bool:
 
 def _forget(entry: Callable[..., Any], symbols: list[Any]) -> None:
     """Free the graphs that were made by the backend ``entry``, as Dynamo does when something dies that they need."""
+    freed = []
     for seen in list(convert_frame.input_codes.seen):
         code = seen()
         for graph in compiled_entries(code) if code is not None else ():
@@ -251,6 +253,8 @@ def _forget(entry: Callable[..., Any], symbols: list[Any]) -> None:
             if graph.backend is entry and manager.extra_state is not None:
                 gone = DeletedGuardManagerWrapper("its model is gone, or was traced anew")
                 manager.extra_state.invalidate(graph, gone)
+                freed.append(manager)
+    forget_guards(freed)
     forget_symbols(symbols)
 
 

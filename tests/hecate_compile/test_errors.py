@@ -132,6 +132,8 @@ class Splits(Anything):
         ({"prefetch_bytes": -1}, "prefetch_bytes=-1, expected a whole number of at least 0"),
         ({"replicas": True}, "replicas=True, expected a whole number"),
         ({"rematerialize": "yes"}, "rematerialize='yes', expected True or False"),
+        ({"piecewise": 1}, "piecewise=1, expected True or False"),
+        ({"piecewise": True, "backend": "aot_eager"}, 'piecewise=True is a way of backend="inductor"'),
         ({"replicas": -1}, "replicas=-1, expected a whole number of at least 0"),
         ({"replicas": "all"}, "replicas='all', expected a whole number of at least 0 or \"auto\""),
         ({"replica_memory": -0.1}, "replica_memory=-0.1, expected a number of at least 0"),
