@@ -38,6 +38,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
@@ -91,6 +92,13 @@ def symmetric_memory() -> Any:
     import torch.distributed._symmetric_memory as found
 
     return found
+
+
+def why_traced() -> str:
+    """Return, while Dynamo calls a backend, the guard by which its last graph does not fit; "" of a first one."""
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or ""
+    # In front of it stands the number of that graph among all that Dynamo has made.
+    return " ".join(str(reason).partition("\nUser stack trace")[0].split()).partition(": ")[2]
 
 
 def forget_guards(gone: Sequence[Any]) -> None:

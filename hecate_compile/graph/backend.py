@@ -25,7 +25,7 @@ from hecate.passes.dumps.folder import DumpFolder, graph_log, own_folder
 from hecate.passes.fingerprint import communicates, fingerprint
 from hecate.passes.fx import bodies_of
 from hecate.passes.runner import run_passes
-from hecate.private import dynamo_source, symbols_of_trace
+from hecate.private import dynamo_source, symbols_of_trace, why_traced
 from hecate.runtime.attention.options import UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError, agree
 from hecate.runtime.comm.queue import Span
@@ -55,6 +55,7 @@ class GraphRecord:
         notes: the collectives of "forward" and "backward", as predicted; like ``later``.
         pieces: of ``Config(piecewise=True)``, for "forward" and "backward"; like ``later``.
         slots: replicas that a rank may hold of a layer.
+        because: the guard by which the graph before does not fit; "" for the first of its code.
     """
 
     nodes: int
@@ -64,6 +65,7 @@ class GraphRecord:
     notes: dict[str, tuple[Span, ...]] = field(default_factory=dict, compare=False)
     pieces: dict[str, Pieces] = field(default_factory=dict, compare=False)
     slots: int = 0
+    because: str = ""
 
 
 @dataclass(eq=False)
@@ -194,7 +196,13 @@ class Backend:
         self._refuse_dense(records)
         records = [replace(record, skipped=tuple(map(_with_break, record.skipped))) for record in records]
         calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-        record = GraphRecord(nodes=calls, passes=tuple(records), layers=tuple(layers), slots=context.slots)
+        record = GraphRecord(
+            nodes=calls,
+            passes=tuple(records),
+            layers=tuple(layers),
+            slots=context.slots,
+            because=why_traced(),
+        )
         self.graphs.append(record)
         self._warn_fallbacks(records)
         # Ranks may run different graphs, if these do not communicate.

@@ -136,6 +136,7 @@ class Explanation:
             "graphs": [
                 {
                     "nodes": graph.nodes,
+                    "because": graph.because,
                     "passes": {
                         part: [
                             {
@@ -191,6 +192,8 @@ class Explanation:
             parts.append(f"in no graph yet: {', '.join(self.unseen)}")
         for number, graph in enumerate(self.graphs):
             title = f"graph {number}: {graph.nodes} calls"
+            if graph.because:
+                title += f"; another did not fit: {graph.because}"
             parts.append(_passes(title, graph.passes))
             for part, records in graph.later.items():
                 pieces = graph.pieces.get(part)

@@ -36,6 +36,22 @@ def _pair(seed: int = 0) -> tuple[PlainLanguageModel, PlainLanguageModel]:
     return hecate.compile(made[0], EAGER), made[1]
 
 
+def test_each_graph_says_why_it_was_made() -> None:
+    model, _ = _pair()
+    for length in (6, 9, 12):
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        model(input_ids=ids, labels=ids)["loss"].backward()
+    with torch.no_grad():
+        model(input_ids=ids)
+    explanation = hecate.explain(model)
+    first, longer, without_gradients = (graph.because for graph in explanation.graphs)
+    assert first == ""
+    assert "size mismatch at index 1. expected 6, actual 9" in longer and "input_ids" in longer
+    assert without_gradients == "GLOBAL_STATE changed: grad_mode"
+    assert without_gradients in str(explanation)
+    assert [graph["because"] for graph in explanation.to_dict()["graphs"]] == [first, longer, without_gradients]
+
+
 def _step(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
     difference = step_and_compare(model, reference, ids)
     return max(difference.loss, difference.gradient)
