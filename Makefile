@@ -1,6 +1,6 @@
 # make train   train a small Qwen3-MoE on two ranks, on the text of Python's standard library
 # make test    everything that CI checks
-# make quick   lint, and the tests of passes and runtime that need one process and no compiler, one minute
+# make quick   lint, and the tests of passes and runtime that need one process and no compiler, a minute or two
 # make soak    kill runs that save, 200 times, and look whether anything was lost, about ten minutes
 # make bench   Hecate beside its rivals on an emulated cluster, 55 minutes (make bench-full: five shapes and links,
 #              about four hours; either goes on after an interruption with BENCH=--continue)

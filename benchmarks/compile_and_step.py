@@ -42,27 +42,26 @@ from benchmarks.results_folder import results_folder
 TOKENS = (8, 128)
 
 
-def build_model() -> torch.nn.Module:
+def build_model(**changes: int) -> torch.nn.Module:
+    """Build the Qwen3-MoE that is measured, with ``changes`` of its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    sizes = dict(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+    )
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=512,
-            hidden_size=256,
-            intermediate_size=512,
-            moe_intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            num_experts=16,
-            num_experts_per_tok=2,
-            max_position_embeddings=128,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        Qwen3MoeConfig(**sizes | changes, use_cache=False, bos_token_id=None, eos_token_id=None)
     )
 
 

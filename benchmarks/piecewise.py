@@ -34,28 +34,8 @@ SYSTEMS = {"hecate": False, "hecate, piecewise": True}
 MODULE = "benchmarks.piecewise"
 
 
-def build_deep(layers: int) -> torch.nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=16,
-            num_experts_per_tok=2,
-            max_position_embeddings=128,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+# A layer's sizes where depth is what counts.
+SMALL = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=2, head_dim=32)
 
 
 # --- what runs in child processes ---
@@ -77,7 +57,7 @@ def child_compile(argument: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     # Ranks that share caches would compile for each other.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/{dist.get_rank()}"
-    model, ids = build_deep(int(layers)), torch.randint(0, 512, (2, 64))
+    model, ids = build_model(**SMALL, num_hidden_layers=int(layers)), torch.randint(0, 512, (2, 64))
     in_inductor, inner = [0.0], compile_fx.compile_fx_inner
 
     def timed(*args: Any, **options: Any) -> Any:

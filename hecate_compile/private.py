@@ -107,7 +107,9 @@ def forget_guards(gone: Sequence[Any]) -> None:
     Dynamo lets every class and module that a guard asks about tell its guards of its end, and these live for ever.
     """
     ids = set(map(id, gone))
-    for finalizer, told in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # not in typeshed
+    # Typeshed does not have the table of those that have not been called.
+    finalizers: Any = weakref.finalize
+    for finalizer, told in list(finalizers._registry.items()):
         guards = getattr(getattr(told.func, "func", None), "__self__", None)
         if isinstance(guards, CheckFunctionManager) and id(getattr(guards, "guard_manager", None)) in ids:
             finalizer.detach()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -71,7 +71,8 @@ class _Cut:
         self._assign(nodes)
         # Written into the graph behind what they are sizes of, and so of no piece.
         self._sizes = _Sizes(gm, nodes)
-        self._asked = {size for members in self.members.values() for size in self._sizes_for(members)}
+        self._drafts = {number: self._draft(members) for number, members in self.members.items()}
+        self._asked = {size for draft in self._drafts.values() for size in draft.sizes}
 
     def _assign(self, nodes: list[Node]) -> None:
         # An assertion may look at a number that its piece returns, so it comes behind.
@@ -116,44 +117,30 @@ class _Cut:
             return str(node.target) not in _MAY_COPY
         return _is_number(node) and not node.meta.get("unbacked_bindings")
 
-    def _parts(self, members: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-        """Return the nodes of a piece with what floats above its members, in order, and those that it reads."""
-        inside = sorted([*self._floating_above(members), *members], key=self._order.__getitem__)
+    def _draft(self, members: Sequence[Node]) -> _Draft:
+        above = reached(members, lambda node: filter(self._is_afloat, node.all_input_nodes))
+        inside = sorted([*above, *members], key=self._order.__getitem__)
         mine = set(inside)
         outside = dict.fromkeys(source for node in inside for source in node.all_input_nodes if source not in mine)
-        return inside, list(outside)
-
-    def _sizes_for(self, members: Sequence[Node]) -> list[Node]:
-        """Return the nodes that are sizes in a piece, but for those that its members find out."""
-        inside, outside = self._parts(members)
         bound = {symbol for node in members for symbol in _bound_by(node)}
         symbols = dict.fromkeys(symbol for node in [*outside, *inside] for symbol in _symbols(node))
-        return [self._sizes.node_of(symbol) for symbol in symbols if symbol not in bound]
+        sizes = [self._sizes.node_of(symbol) for symbol in symbols if symbol not in bound]
+        return _Draft(inside, list(outside), sizes)
 
     def piece(self, number: int) -> _Piece:
-        members = self.members[number]
-        inside, outside = self._parts(members)
-        sizes = self._sizes_for(members)
-        inputs = list(dict.fromkeys([*sizes, *outside]))
+        draft = self._drafts[number]
+        inputs = list(dict.fromkeys([*draft.sizes, *draft.outside]))
         return _Piece(
             inputs=inputs,
             # A size that comes from outside is not computed again.
-            inside=[node for node in inside if node not in sizes],
-            results=[node for node in members if self._leaves(node)],
+            inside=[node for node in draft.inside if node not in draft.sizes],
+            results=[node for node in self.members[number] if self._leaves(node)],
             static=[place for place, node in enumerate(inputs) if node in self._static],
         )
 
-    def _floating_above(self, nodes: Iterable[Node]) -> set[Node]:
-        """Return the nodes that float and are needed for ``nodes``."""
-
-        def floating(node: Node) -> list[Node]:
-            return [n for n in node.all_input_nodes if n not in self._alone and n not in self.piece_of]
-
-        return reached(nodes, floating)
-
     def _leaves(self, member: Node) -> bool:
         """Return whether anything outside of its piece reads a member, if only by what floats."""
-        floating = [member, *reached([member], lambda node: [user for user in node.users if self._is_afloat(user)])]
+        floating = [member, *reached([member], lambda node: filter(self._is_afloat, node.users))]
         return any(
             node in self._asked
             or any(
@@ -167,6 +154,18 @@ class _Cut:
 
     def _is_elsewhere(self, node: Node, member: Node) -> bool:
         return self.piece_of.get(node, self.piece_of[member]) != self.piece_of[member]
+
+
+class _Draft(NamedTuple):
+    """A piece before it is known what others ask of it.
+
+    ``inside`` are its members with what floats above them, in order, ``outside`` what they read, and ``sizes`` the
+    nodes that are sizes in it, but for those that its members find out.
+    """
+
+    inside: list[Node]
+    outside: list[Node]
+    sizes: list[Node]
 
 
 # Their schema says that they return a view, and they may return a copy.

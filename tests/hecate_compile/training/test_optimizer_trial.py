@@ -65,6 +65,18 @@ class Estimating(Own):
         return p.grad.sign()
 
 
+class InBlocks(Own):
+    """State in eight bits, with a scale for every 256 numbers, which do not end with a row: as torchao's AdamW."""
+
+    def update(self, p: Any) -> torch.Tensor:
+        average = self.state[p].get("average", torch.zeros_like(p)).lerp(p.grad, 0.1).flatten()
+        blocks = torch.nn.functional.pad(average, (0, -len(average) % 256)).view(-1, 256)
+        scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        average = ((blocks / scales).round() * scales).flatten()[: p.numel()].view_as(p)
+        self.state[p]["average"] = average
+        return average
+
+
 class OfTheRoot(Own):
     """Elements for themselves, and the mean of all ranks."""
 
@@ -188,6 +200,7 @@ REFUSED: dict[str, Callable[[Any], Optimizer]] = {
     "one scale": OneScale,
     "estimating": Estimating,
     "average": OfTheRoot,
+    "in blocks": InBlocks,
     "sharp": Sharp,
     "scheduled": _scheduled,
     "around": lambda p: Around(OneScale(p)),
