@@ -16,9 +16,11 @@ from hecate.config import Config
 from hecate.integrations.s2_cache import S2Cache
 from hecate.reports.explanation import Explanation
 from hecate.reports.monitor import Monitor, monitor
-from hecate.reports.record_routing import record
+from hecate.reports.record_counts import record
 from hecate.reports.run_files import RunError
 from hecate.reports.stats import LayerStats, Stats
+from hecate.routing.hold import record_routing, replay_routing
+from hecate.routing.routing import Routing
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
 from hecate.runtime.comm.agreement import DisagreementError
 from hecate.runtime.placement.planner import Rates
@@ -43,6 +45,7 @@ __all__ = [
     "NoExpertsError",
     "Policy",
     "Rates",
+    "Routing",
     "RunError",
     "S2Attention",
     "S2Cache",
@@ -63,6 +66,8 @@ __all__ = [
     "load_pretrained",
     "monitor",
     "record",
+    "record_routing",
+    "replay_routing",
     "save",
     "save_timeline",
     "set_optimizer_state_dict",

@@ -23,6 +23,7 @@ from hecate.passes.captured.exchange_rows import exchange_rows
 from hecate.passes.captured.flatten_batches import flatten_batches
 from hecate.passes.captured.functionalize_rows import functionalize_rows
 from hecate.passes.captured.group_expert_loops import group_expert_loops
+from hecate.passes.captured.hold_choices import hold_choices
 from hecate.passes.captured.keep_plans import keep_plans
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
 from hecate.passes.captured.share_gathers import share_gathers
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     sort_lookups,         # einsums with w[ids] for every token -> grouped matmuls of sorted rows
     normalize_matmuls,    # three spellings of a grouped matmul -> one
     exchange_rows,        # gather all experts -> exchange tokens with their owners
+    hold_choices,         # while routing is recorded or replayed: topk(scores) -> hold(topk(scores))
     bucket_gradients,     # one all-reduce per dense parameter -> one per bucket
     keep_plans,           # checkpointed layers keep plans and exchanged rows
 )  # fmt: skip

@@ -45,6 +45,7 @@ class PassContext:
         guesses: sizes that depend on data, learned from the forward; for predictions.
         attention: the pattern that attention gets, or None.
         key_heads: heads of keys that the model's config says, or None where it does not.
+        held: numbers of experts, by the layers whose routers' choices are recorded or replayed.
     """
 
     world_size: int
@@ -69,6 +70,7 @@ class PassContext:
     guesses: dict[Any, int] = field(default_factory=dict, compare=False)
     attention: S2Attention | None = None
     key_heads: int | None = None
+    held: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def link_bytes(self) -> float:

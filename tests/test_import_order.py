@@ -41,7 +41,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("hecate.checkpoints.safety",),
     ("hecate.checkpoints",),
     ("hecate.checkpoints.hub",),
-    ("hecate.reports",),
+    ("hecate.reports", "hecate.routing"),
     ("hecate.integrations",),
     ("hecate.checks",),
     ("hecate.found",),

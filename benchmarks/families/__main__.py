@@ -4,6 +4,7 @@
     python -m benchmarks.families qwen3_moe dbrx      some
     python -m benchmarks.families --write             also writes the table into docs/models.md
     python -m benchmarks.families --images            models that see images, on all ranks and on one alone
+    python -m benchmarks.families --routing           routing that is recorded and replayed; --write: docs/routing.md
 
 A line for each: MoE layers and experts, layers that exchange rows (the others gather, with the reason), the worst
 error of the loss and of any gradient of two steps against data parallelism in one process, graphs, and the seconds of
@@ -23,6 +24,7 @@ import transformers
 from benchmarks.families.images import ON_ALL_RANKS, ON_ONE_RANK
 from benchmarks.families.lines import HEAD, cells_of, is_wrong, measure, table_line, what_was_raised
 from benchmarks.families.models import not_covered
+from benchmarks.families.routing_table import routing_table
 from benchmarks.families.table import FAMILIES, WRAPPERS
 from benchmarks.results_folder import results_folder
 from tests.support.ranks import RanksFailed, run_ranks
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--policy", default="hecate")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     parser.add_argument("--images", action="store_true", help="print the table of models that see images")
+    parser.add_argument("--routing", action="store_true", help="print the table of recorded and replayed routing")
     options = parser.parse_args()
     if options.images:
         _print_images(options.names or WRAPPERS, options.policy)
@@ -47,6 +50,9 @@ def main() -> None:
         parser.error(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     if options.write and options.names:
         parser.error("--write takes all families")
+    if options.routing:
+        routing_table(options.names or FAMILIES, write=options.write)
+        return
     results: dict[str, dict[str, Any]] = {}
     print(table_line(HEAD))
     for name in options.names or FAMILIES:

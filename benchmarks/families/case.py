@@ -48,23 +48,21 @@ def run(
             # The only one of transformers' that knows float64.
             part.set_experts_implementation("eager")
     expected = [
-        _mean([_step(reference, batch(name, step * world + rank)) for rank in range(world)]) for step in range(_STEPS)
+        mean_of([step_of(reference, batch(name, step * world + rank)) for rank in range(world)])
+        for step in range(_STEPS)
     ]
     hecate.compile(model, hecate.Config(backend=backend, policy=policy))
     loss_error, gradient_error, worst, seconds = 0.0, 0.0, "", 0.0
     for step, (loss, gradients) in enumerate(expected):
         start = time.perf_counter()
-        own_loss, got = _step(model, batch(name, step * world + rank))
+        own_loss, got = step_of(model, batch(name, step * world + rank))
         seconds = seconds or time.perf_counter() - start
         mean = torch.tensor(own_loss, dtype=torch.float64)
         dist.all_reduce(mean)
         loss_error = max(loss_error, _or_infinite(abs(float(mean) / world - loss) / abs(loss)))
-        largest = max(float(g.abs().max()) for g in gradients.values())
-        for key, gradient in gradients.items():
-            scale = max(float(gradient.abs().max()), _SMALLEST * largest)
-            error = _or_infinite(float((got[key] - gradient).abs().max()) / scale)
-            if error > gradient_error:
-                gradient_error, worst = error, key
+        error, key = worst_error(got, gradients)
+        if error > gradient_error:
+            gradient_error, worst = error, key
     explanation = hecate.explain(model)
     gathered = {skip.where: skip.reason for skip in explanation.skipped if skip.fallback}
     for one in explanation.in_python:
@@ -92,12 +90,21 @@ def run(
     )
 
 
+def worst_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the worst error of any gradient, relative to its largest element, and whose it is."""
+    largest, worst = max(float(g.abs().max()) for g in expected.values()), (0.0, "")
+    for key, gradient in expected.items():
+        scale = max(float(gradient.abs().max()), _SMALLEST * largest)
+        worst = max(worst, (_or_infinite(float((got[key] - gradient).abs().max()) / scale), key))
+    return worst
+
+
 def _or_infinite(error: float) -> float:
     """NaN is smaller than everything, so it must not get into a maximum."""
     return error if math.isfinite(error) else math.inf
 
 
-def _step(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def step_of(model: nn.Module, given: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a step, and every gradient, whole, by the names of the state dict; weights stay as they were."""
     # A router may draw noise.
     torch.manual_seed(0)
@@ -124,7 +131,7 @@ def _logits(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def _mean(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> tuple[float, dict[str, torch.Tensor]]:
+def mean_of(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> tuple[float, dict[str, torch.Tensor]]:
     losses = [loss for loss, _ in parts]
     gradients = {k: sum(g[k] for _, g in parts) / len(parts) for k in parts[0][1]}
     return sum(losses) / len(losses), gradients

@@ -178,7 +178,7 @@ class Backend:
                     self._tokens, self.dense_parameters, max(1, len(self.layers)), self.placer.rates
                 )
                 self.placer.set_rates(rates, because="measured in hecate.compile, hidden time predicted")
-        context = self._context()
+        context = self._context(holds_choices=mode is not None and mode.holds_choices)
         bodies = [body.graph for body in bodies_of(gm)]
         layers = dict.fromkeys(context.name(layer) for body in bodies for layer in gathers_by_layer(body))
         precision = self.config.mixed_precision
@@ -261,7 +261,7 @@ class Backend:
             self.world,
         )
 
-    def _context(self) -> PassContext:
+    def _context(self, *, holds_choices: bool) -> PassContext:
         size, topology, config = self.placer.world.size, self.placer.topology, self.config
         experts = max((layer.num_experts for layer in self.layers), default=1)
         room_percent = max((layer.carrier.room_percent for layer in self.layers), default=0)
@@ -290,6 +290,7 @@ class Backend:
             rates=self.placer.rates,
             attention=self.config.attention,
             key_heads=self.key_heads,
+            held={layer.id: layer.num_experts for layer in self.layers} if holds_choices else {},
         )
 
     def _warn_fallbacks(self, records: list[PassRecord]) -> None:

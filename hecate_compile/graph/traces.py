@@ -34,7 +34,7 @@ from hecate.private import (
 )
 from hecate.runtime.comm import collectives
 from hecate.runtime.comm.agreement import agree, meet
-from hecate.wrap.changes import Changes, Hooks, ModuleHooks
+from hecate.wrap.changes import Changes, Hooks, ModuleHooks, PlacedHook
 
 # Graphs of one model, and of one function in it where tracing breaks. Lengths become symbols when they first change,
 # so there is one for each way of calling the model: grad modes, arguments that are given or not, sizes of one.
@@ -45,9 +45,13 @@ _OWN_COUNT = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 # Sets of hooks whose graphs are kept, those that were used last.
 _KEPT = 8
 
+# In graphs that hold the choices of routers, like a hook that is traced into them.
+_HELD = PlacedHook("choices of experts", "held", (), (), alive=lambda: True)
+
 _HOOKS_TOGETHER = (
     "Hooks are traced into the model, whose graphs communicate: put them on and take them off on all ranks, between "
-    "the same forwards, not under `if rank == 0`. What they have seen may be used on one rank alone."
+    "the same forwards, not under `if rank == 0`. What they have seen may be used on one rank alone. Blocks of "
+    "hecate.record_routing and hecate.replay_routing are entered and left on all ranks, too."
 )
 
 
@@ -109,9 +113,14 @@ class Traces:
             self._parts[part] = Traces(part, self._backend, self._changes, **options)
         return self._parts[part]
 
-    def before_forward(self) -> None:
-        """Turn to graphs with the hooks that there are now. A collective if these changed: ranks compare them."""
+    def before_forward(self, *, holds_choices: bool = False) -> None:
+        """Turn to graphs with the hooks that there are now. A collective if these changed: ranks compare them.
+
+        Those that hold the choices of routers are others, too.
+        """
         hooks = self._hooks.now(self.model)
+        if holds_choices:
+            hooks = (*hooks, _HELD)
         # An equal identity may be that of another function, where the one that had it is gone.
         if hooks is self._here or (hooks == self._here and _alive(self._here)):
             return

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -41,11 +41,22 @@ from hecate.wrap.untraced import WITHOUT_TRACING, UntracedReadError, untraced_re
 from hecate.wrap.whole_layers import WholeLayers
 
 
+class HeldRouting(Protocol):
+    """What records or replays the routing of forwards."""
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Be ready for a forward with these inputs, perhaps once more for the same one."""
+
+    def end(self) -> None:
+        """Check that the forward's routing was held. Raises ValueError, naming the layers where it was not."""
+
+
 class CompiledForward:
     """The callable that ``model(...)`` runs.
 
-    ``after`` is called at the end of every forward; see :func:`hecate.record`. While ``recording``, a forward is
-    recorded, and the work between two forwards is up to the code that replays it.
+    ``after`` is called at the end of every forward; see :func:`hecate.record`. With ``held`` the choices of routers
+    are recorded or replayed. While ``recording``, a forward is recorded, and the work between two forwards is up to
+    the code that replays it.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class CompiledForward:
         self._same_batches, self._check_compiled, self._one_graph = same_batches, check_compiled, one_graph
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.after: Callable[[], None] | None = None
+        self.held: HeldRouting | None = None
         self.recording = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +96,11 @@ class CompiledForward:
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
+        holds = self.held is not None
         if not self.recording:
-            self._traces.before_forward()
-        mode = StepMode(training=training, first=self._traces.is_first(training=training))
+            self._traces.before_forward(holds_choices=holds)
+        first = self._traces.is_first(training=training)
+        mode = StepMode(training=training, first=first, holds_choices=holds)
         if not self.recording:
             self.between(mode)
             for watch in self.outside_gradients:
@@ -96,6 +110,8 @@ class CompiledForward:
         args, kwargs = self._cast_inputs(args, kwargs)
         # Step 4: the model itself.
         out = self._traced(mode, args, kwargs)
+        if self.held is not None:
+            self.held.end()
         if self._check_compiled is not None:
             self._check_compiled()
             self._check_compiled = None
@@ -115,12 +131,12 @@ class CompiledForward:
     def _traced(self, mode: StepMode, args: Any, kwargs: Any) -> Any:
         # All ranks trace in their first forward, and come to the same code.
         if not mode.first or self._one_graph or not self._experts:
-            with self._running(mode):
+            with self._running(mode, args, kwargs):
                 return self._traces(*args, **kwargs)
         give_back = remember(self._traces.model, (args, kwargs))
         while True:
             try:
-                with self._running(mode):
+                with self._running(mode, args, kwargs):
                     out = self._traces(*args, **kwargs)
                 self._tell("the end of the first forward")
                 return out
@@ -148,9 +164,11 @@ class CompiledForward:
             agree_on_next(what, self.between.world)
 
     @contextmanager
-    def _running(self, mode: StepMode) -> Iterator[None]:
+    def _running(self, mode: StepMode, args: Any, kwargs: Any) -> Iterator[None]:
         self.between.world.queue.begin_step()
         self._step.mode = mode
+        if self.held is not None:
+            self.held.begin(args, kwargs)
         try:
             with dynamo_config.patch(self._dynamo | self._traces.limits()), _without_gradients(self._experts):
                 yield

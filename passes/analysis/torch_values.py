@@ -112,6 +112,11 @@ def is_parameter(node: Node) -> bool:
     )
 
 
+def is_state(node: Node) -> bool:
+    """Tell whether a node is a parameter or buffer of the model, as the graph is given it."""
+    return is_parameter(node) or (node.op == "placeholder" and _comes_from(node, "_buffers["))
+
+
 def _comes_from(placeholder: Node, kind: str) -> bool:
     source = getattr(placeholder, "_dynamo_source", None)
     return source is not None and kind in source.name
@@ -164,10 +169,7 @@ class GraphFacts:
         """Nodes that are computed from the model's own state alone."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            if node.op == "placeholder":
-                own = is_parameter(node) or _comes_from(node, "_buffers[")
-            else:
-                own = all(n in found for n in node.all_input_nodes)
+            own = is_state(node) if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
             if own:
                 found.add(node)
         return found

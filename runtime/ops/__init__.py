@@ -8,6 +8,7 @@ imported, and lists them at its top:
 | ``experts`` | experts come to ranks, and their gradients go back: all of a layer, or replicas |
 | ``exchange`` | counts of rows, where rows go, and the rows themselves, there and back, also by nodes |
 | ``grouped_mm`` | products on slots |
+| ``choices`` | experts that a router chose, kept or given from outside |
 | ``dense`` | dense parameters of which each rank keeps its rows |
 | ``gradients`` | gradients of parameters that every rank has whole |
 | ``by_collectives``, ``by_nodes`` | how rows and replicas travel by ``torch.distributed``, without operators |

@@ -38,6 +38,7 @@ class Layer:
     carrier: Carrier = field(repr=False)
     dtype: torch.dtype = torch.float32  # that of its experts' compute
     wire_dtype: torch.dtype | None = None  # the dtype in which wider rows travel; None for their own
+    choices: HeldChoices | None = field(default=None, repr=False)  # of the forward that runs, where they are held
     # Rows that each rank routed to each expert in the last step, int64 ``[W, E]`` on the CPU or where counts stay; at
     # one rank where each expert's rows end, ``[E]`` on the device. None before the first step.
     counted: torch.Tensor | None = field(default=None, repr=False)
@@ -140,6 +141,20 @@ class Layer:
         self.bytes_sent += row_bytes * (total - send[rank])
         here = sum([send[neighbour] for neighbour in topology.members[topology.node_of[rank]]])
         self.node_bytes_sent += row_bytes * (total - here)
+
+
+class HeldChoices(Protocol):
+    """What a layer's router chooses in one forward, as something outside of the model keeps or decides it."""
+
+    def __call__(self, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+        """Take note of experts that the router has chosen, and return those that tokens go to.
+
+        Args:
+            ids: integers ``[..., count]``, or ``[...]`` if ``count`` is one.
+            first: how many experts of a token the same router has chosen before, in other operations.
+            total: all that it chooses for a token.
+            differ: no expert may come twice for a token.
+        """
 
 
 # A ticket: split sizes int64 ``[n, W]``, where each row leaves to, and where each arrives. In a ticket by nodes (see

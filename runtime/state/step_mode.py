@@ -14,6 +14,8 @@ class StepMode:
     # The first with or without gradients, in training or not: all ranks compile, and compare graphs. Later one rank
     # may compile alone.
     first: bool
+    # What its routers choose is recorded, or comes from outside: see :func:`hecate.replay_routing`.
+    holds_choices: bool = False
 
 
 @dataclass

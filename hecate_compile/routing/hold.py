@@ -1,0 +1,273 @@
+"""Blocks in which routing is recorded or replayed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hecate.compiled_model import CompiledModel, compiled_model_of
+from hecate.passes.captured.hold_choices import router_of
+from hecate.private import tree_leaves
+from hecate.routing.routing import Routing
+from hecate.runtime.state.layer import Layer
+from hecate.training.forward import HeldRouting
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[Routing]:
+    """Record which experts the tokens of this rank's batch go to, in every forward inside the ``with`` block.
+
+        with hecate.record_routing(model) as routing:
+            texts = model.generate(prompts)
+        routing.ids  # [batch, sequence, layer, k]
+
+    Forwards follow one another in the sequence, as those of ``generate`` do; take a block for each forward that is no
+    continuation. Tokens are in the order in which the model has them in a batch. In the first such block the model is
+    traced once more, to graphs that tell what their routers choose; those without stay as they are. All ranks enter
+    and leave together. Nothing is communicated, and the device is not waited for.
+
+    Raises:
+        ValueError: the model was not compiled, has no sharded experts, or its routing is recorded or replayed
+            already. At the end of the first forward: the choice of a layer's router was not found.
+    """
+    state = _not_held(model, "record_routing")
+    routing = Routing({})
+    with _holding(state, _Recording(state, routing)):
+        yield routing
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module, routing: Routing | Tensor | np.ndarray[Any, Any] | Mapping[str, Tensor | np.ndarray[Any, Any]]
+) -> Iterator[None]:
+    """Send tokens to given experts, in every forward inside the ``with`` block.
+
+        with hecate.replay_routing(model, ids):
+            loss = model(tokens).loss
+        loss.backward()
+
+    Weights are the model's own, at these experts, and gradients flow through them. The backward may come later, and
+    what is computed again in it chooses the same. Take a block for each micro-batch. In the first block the model is
+    traced once more, see :func:`record_routing`. All ranks enter and leave together.
+
+    Args:
+        model: compiled.
+        routing: for this rank's own batch, a recording, or integers ``[batch, sequence, layer, k]`` of any type, as
+            inference engines have them; their layers are those with experts or all layers of the model. Or integers
+            ``[batch, sequence, k]`` by the names of experts modules. -1 in all k places of a token leaves the choice
+            to the model: pad with it where a rollout knows nothing.
+
+    Raises:
+        ValueError: the model was not compiled, has no sharded experts, or its routing is recorded or replayed
+            already; layers, or experts, are others than the model's, or an expert comes twice for a token. In a
+            forward: there are other tokens, as in ``generate``, a router chooses another number of experts, or there
+            is nothing for a layer. At the end of a forward: the choice of a layer's router was not found, or a layer
+            has not run.
+        TypeError: no integers.
+    """
+    state = _not_held(model, "replay_routing")
+    layers = _layers_of(state)
+    given = routing.by_layer if isinstance(routing, Routing) else routing
+    by_layer = dict(given) if isinstance(given, Mapping) else _by_layer(model, _integers(given, "ids"), layers)
+    unknown = [name for name in by_layer if name not in layers]
+    if unknown:
+        raise ValueError(
+            f"hecate.replay_routing: no layer with a router is {', '.join(unknown)}; these are {', '.join(layers)}"
+        )
+    checked = {layers[name]: _checked(ids, name, layers[name]) for name, ids in by_layer.items()}
+    with _holding(state, _Replay(state, checked)):
+        yield
+
+
+def _not_held(model: nn.Module, function: str) -> CompiledModel:
+    state = compiled_model_of(model, function)
+    if not state.layers:
+        raise ValueError(f"hecate.{function}: this model has no sharded experts, so no graph knows its routers")
+    if state.forward.held is not None:
+        raise ValueError(f"hecate.{function}: the routing of this model is recorded or replayed already")
+    return state
+
+
+@contextmanager
+def _holding(state: CompiledModel, held: HeldRouting) -> Iterator[None]:
+    # A backward after the block may compute layers again, so they keep what they have until another one comes.
+    state.forward.held = held
+    try:
+        yield
+    finally:
+        state.forward.held = None
+
+
+def _layers_of(state: CompiledModel) -> dict[str, Layer]:
+    """Return the layers that have a router, by their names."""
+    routers = router_of({layer.name: layer.num_experts for layer in state.layers})
+    return {layer.name: layer for layer in state.layers if routers[layer.name] == layer.name}
+
+
+class _Held:
+    """What both have in common: which layers were held in a forward, and what is said where one was not."""
+
+    _NAME: str
+
+    def __init__(self, state: CompiledModel) -> None:
+        self._state, self._layers = state, _layers_of(state)
+        self._seen: dict[str, list[Tensor]] = {}
+        self._running = False
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        self._seen, self._running = {}, True
+        for layer in self._layers.values():
+            layer.choices = partial(self._hold, layer)
+
+    def end(self) -> None:
+        self._running = False
+        reasons = {
+            skip.where: skip.reason
+            for graph in self._state.backend.graphs
+            for record in graph.passes
+            if record.name == "hold_choices"
+            for skip in record.skipped
+        } | {name: "it runs as Python" for one in self._state.forward.whole_layers.found for name in one.experts}
+        reasons = (
+            dict.fromkeys((name for name in self._needed() if name not in self._seen), "it has not run") | reasons
+        )
+        if reasons:
+            because = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f"hecate.{self._NAME}: the choice of experts was not found. {because}")
+
+    def _needed(self) -> Iterable[str]:
+        """Return the names of layers that must run."""
+        return () if self._seen else self._layers
+
+    def _hold(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+        # Outside of a forward, a backward computes a layer again.
+        if self._running:
+            self._seen.setdefault(layer.name, []).append(ids.detach().reshape(-1, count))
+        return self._chosen(layer, ids, first, count, total, differ)
+
+    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+        raise NotImplementedError
+
+
+class _Recording(_Held):
+    _NAME = "record_routing"
+
+    def __init__(self, state: CompiledModel, routing: Routing) -> None:
+        super().__init__(state)
+        self._routing, self._batches = routing, list[tuple[int, int]]()
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        super().begin(args, kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.ndim > 1]
+        # Ids of tokens rather than anything else.
+        tensors.sort(key=lambda tensor: tensor.is_floating_point())
+        self._batches = [(tensor.shape[0], tensor.shape[1]) for tensor in tensors]
+
+    def end(self) -> None:
+        super().end()
+        self._routing.append({name: self._in_batch(torch.cat(parts, dim=1)) for name, parts in self._seen.items()})
+
+    def _in_batch(self, ids: Tensor) -> Tensor:
+        """Return ``[T, k]`` as ``[batch, sequence, k]``; a batch of one where no input has so many tokens."""
+        tokens, experts = ids.shape
+        batch, sequence = next((two for two in self._batches if two[0] * two[1] == tokens), (1, tokens))
+        return ids.reshape(batch, sequence, experts).to(torch.int16)
+
+    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+        return ids
+
+
+class _Replay(_Held):
+    _NAME = "replay_routing"
+
+    def __init__(self, state: CompiledModel, given: Mapping[Layer, Tensor]) -> None:
+        super().__init__(state)
+        device = state.world.device
+        self._given = {layer: ids.to(device, torch.int64).flatten(0, 1) for layer, ids in given.items()}
+        self._whole = {layer: bool((ids >= 0).all()) for layer, ids in given.items()}
+        self._twice = {layer: text for layer, ids in given.items() if (text := _an_expert_twice(layer.name, ids))}
+
+    def _needed(self) -> Iterable[str]:
+        return [layer.name for layer in self._given]
+
+    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+        given = self._given.get(layer)
+        if given is None:
+            raise ValueError(f"hecate.replay_routing: there is nothing for {layer.name}, which has run")
+        if given.shape != (ids.numel() // count, total):
+            raise ValueError(
+                f"hecate.replay_routing: {layer.name} sends {ids.numel() // count} tokens to {total} experts each, "
+                f"and there are {given.shape[1]} for {given.shape[0]} tokens. Give -1 for tokens whose experts are "
+                "not known; generate outside of the block"
+            )
+        if differ and layer in self._twice:
+            raise ValueError(f"hecate.replay_routing: {self._twice[layer]}")
+        chosen = given[:, first : first + count].reshape(ids.shape).to(ids.device, ids.dtype)
+        return chosen if self._whole[layer] else torch.where(chosen < 0, ids, chosen)
+
+
+def _integers(given: Any, what: str) -> Tensor:
+    ids = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(given).__name__
+        raise TypeError(f"hecate.replay_routing: {what} are {kind}, expected integers in a tensor or array")
+    return ids.detach()
+
+
+def _by_layer(model: nn.Module, ids: Tensor, layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+    """Return what a tensor has for each layer with experts; its layers are these, or all of the model."""
+    if ids.ndim != 4:
+        raise ValueError(
+            f"hecate.replay_routing: ids are {list(ids.shape)}, expected [batch, sequence, layer, k]; "
+            "ids[None] makes a batch of one sequence"
+        )
+    given = ids.shape[2]
+    if given == len(layers):
+        return {name: ids[:, :, number] for number, name in enumerate(layers)}
+    numbers = {name: re.match(r"(.+?)\.(\d+)\.", name) for name in layers}
+    lists = {match[1] for match in numbers.values() if match is not None}
+    if len(lists) == 1 and None not in numbers.values():
+        whole = model.get_submodule(lists.pop())
+        if isinstance(whole, nn.ModuleList) and len(whole) == given:
+            return {name: ids[:, :, int(match[2])] for name, match in numbers.items() if match is not None}
+    raise ValueError(
+        f"hecate.replay_routing: ids are of {given} layers, and the model has {len(layers)} with experts: "
+        f"{', '.join(layers)}"
+    )
+
+
+def _checked(given: Any, name: str, layer: Layer) -> Tensor:
+    """Return integers ``[batch, sequence, k]``, each token's all experts of the layer, or all -1."""
+    ids = _integers(given, f"those of {name}").to(torch.int64)
+    if ids.ndim != 3:
+        raise ValueError(f"hecate.replay_routing: {name} has {list(ids.shape)}, expected [batch, sequence, k]")
+    problems = [
+        ((ids < -1) | (ids >= layer.num_experts), f"are not from 0 to {layer.num_experts - 1}, or -1"),
+        ((ids < 0) != (ids[..., :1] < 0), "have -1 in some places and experts in others"),
+    ]
+    for wrong, what in problems:
+        if text := _first(wrong, f"experts of {name} {what}", ids):
+            raise ValueError(f"hecate.replay_routing: {text}")
+    return ids
+
+
+def _an_expert_twice(name: str, ids: Tensor) -> str:
+    """Return which token has an expert twice, as tables may, but no router that chooses; "" for none."""
+    ordered = ids.sort(dim=-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    return _first(twice, f"experts of {name} come twice for a token", ids)
+
+
+def _first(wrong: Tensor, what: str, ids: Tensor) -> str:
+    """Return ``what`` is wrong with the first token for which that is so; "" if there is none."""
+    if not bool(wrong.any()):
+        return ""
+    batch, position, *_ = wrong.nonzero()[0].tolist()
+    return f"{what}: {ids[batch, position].tolist()}, of token {position} of sequence {batch}"

@@ -1,0 +1,261 @@
+"""hold_choices: experts that routers choose are recorded, or come from outside.
+
+Needs    a forward in which choices are held (``context.held``), and scores [..., E] of a layer's experts of which a
+         topk, max or argmax along the last dimension chooses, upstream of what is done with the layer's experts; or a
+         table of experts [n, k], a buffer or parameter of integers, in which tokens are looked up.
+Changes  top, ids = topk(scores, k)   becomes   ids = hold_choices(topk(scores, k)[1]); top = gather(scores, -1, ids)
+         for each operation by which the layer's router chooses; together they have a token's experts. Of an argmax
+         the largest score, max(scores)[0], becomes that of the held expert.
+         Where a module has its experts in several, these have one router (``router_of``).
+Never    touches a graph where nothing is held; choices of tokens by experts; scores, or what is done with them: so
+         weights are the model's own, at the experts that came from outside, and gradients flow through them.
+
+A layer whose router chooses in another way is skipped, and the forward then ends with its name.
+
+Source: routing replay, as reinforcement learning needs it where other code made the rollout (R2 and R3).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from hecate.passes.analysis.torch_values import is_state, name_in_model, shape_of, value_of
+from hecate.passes.base import Outcome, PassContext, Skip
+from hecate.passes.fx import (
+    Builder,
+    arg,
+    calls,
+    closure_backward,
+    closure_forward,
+    is_getitem,
+    line_of,
+    operands,
+    option,
+    take_place,
+)
+from hecate.passes.match import named
+
+_NOT_FOUND = (
+    "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they compute"
+)
+_OWN = "it has a router of its own, in one module with other experts"
+_SEVERAL = "it is called several times in one forward, so that its tokens are not those of the batch"
+
+
+def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
+    """Hold what the router of every layer in ``gm`` chooses."""
+    if not context.held:
+        return Outcome()
+    choices = [choice for node in gm.graph.nodes if (choice := _choice_of(node) or _lookup_of(node)) is not None]
+    free, rewritten, skipped = set(choices), 0, []
+    routers = router_of({context.name(layer): experts for layer, experts in context.held.items()})
+    for layer, uses in _uses_of_layers(gm.graph).items():
+        found = _chosen_for(uses, [c for c in choices if c in free and c.among in (0, context.held[layer])])
+        nearest = _nearest(found, context.name(layer))
+        free -= {*nearest}
+        if routers[context.name(layer)] != context.name(layer):
+            # Rows go with those of the experts whose router it is.
+            if nearest:
+                skipped.append(_skip(uses, context.name(layer), _OWN))
+        elif not nearest:
+            skipped.append(_skip(uses, context.name(layer), _NOT_FOUND))
+        elif not {_place(choice.node) for choice in nearest}.isdisjoint(_place(choice.node) for choice in free):
+            skipped.append(_skip(uses, context.name(layer), _SEVERAL))
+        else:
+            _hold(nearest, layer)
+            rewritten += 1
+    return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def router_of(layers: Mapping[str, int]) -> dict[str, str]:
+    """Return by whose choice rows go to each of ``layers``, given with their numbers of experts.
+
+    Of equally many experts in one module that is no list, all go by the first's.
+
+    >>> router_of({"layers.0.moe.up": 8, "layers.0.moe.down": 8, "blocks.0": 8, "blocks.1": 8})
+    {'layers.0.moe.up': 'layers.0.moe.up', 'layers.0.moe.down': 'layers.0.moe.up', 'blocks.0': 'blocks.0', \
+'blocks.1': 'blocks.1'}
+    """
+    first: dict[tuple[str, int], str] = {}
+    found = {}
+    for name, experts in layers.items():
+        around, _, own = name.rpartition(".")
+        found[name] = name if own.isdigit() else first.setdefault((around, experts), name)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """An operation that chooses ``count`` of ``among`` scores: ``node`` has the places, or its result 1 has them.
+
+    What is looked up in a table has no scores, and is among any number of experts, 0.
+    """
+
+    node: Node
+    scores: Node | None
+    among: int
+    count: int
+    has_values: bool
+    keeps_dim: bool
+
+    @property
+    def places(self) -> list[Node]:
+        return (
+            [user for user in self.node.users if is_getitem(user) and arg(user, 1) == 1]
+            if self.has_values
+            else [self.node]
+        )
+
+
+def _choice_of(node: Node) -> _Choice | None:
+    """Return the choice that a node makes along the last dimension of scores; None if it makes none that is used."""
+    if named(node, "topk"):
+        count, position, default = option(node, 1, "k"), 2, -1
+    elif named(node, "max", "argmax"):
+        count, position, default = 1, 1, None
+    else:
+        return None
+    scores, dim = operands(node)[0], option(node, position, "dim", default)
+    value = value_of(scores)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or type(dim) is not int:
+        return None
+    sizes = shape_of(scores)
+    if type(count) is not int or not sizes or dim % len(sizes) != len(sizes) - 1 or type(sizes[-1]) is not int:
+        return None
+    kept = named(node, "topk") or option(node, position + 1, "keepdim", False) is True
+    found = _Choice(
+        node=node,
+        scores=scores,
+        among=sizes[-1],
+        count=count,
+        has_values=not named(node, "argmax"),
+        keeps_dim=kept,
+    )
+    return found if any(place.users for place in found.places) else None
+
+
+def _lookup_of(node: Node) -> _Choice | None:
+    """Return the choice that a node makes in a table ``[n, k]`` of the model's; None if it makes none."""
+    if not (is_getitem(node) or named(node, "embedding", "index_select")) or not node.users:
+        return None
+    tables = [one for one in node.all_input_nodes if is_state(one)]
+    sizes, value = shape_of(node), value_of(node)
+    if len(tables) != 1 or len(shape_of(tables[0])) != 2 or not isinstance(value, torch.Tensor) or len(sizes) < 2:
+        return None
+    whole = shape_of(tables[0])[1] == sizes[-1] and type(sizes[-1]) is int
+    if not whole or value.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return None
+    return _Choice(node=node, scores=None, among=0, count=sizes[-1], has_values=False, keeps_dim=True)
+
+
+def _uses_of_layers(graph: Graph) -> dict[int, list[Node]]:
+    """Return what is done with each layer's experts, layers in the order in which that begins."""
+    found: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if calls(node, torch.ops.hecate.gather_experts):
+            found.setdefault(int(arg(node, 2)), []).extend(sorted(closure_forward([node])))
+        elif type(layer := node.meta.get("custom", {}).get("hecate_in")) is int:
+            found.setdefault(layer, []).append(node)
+    return found
+
+
+def _chosen_for(uses: Iterable[Node], choices: list[_Choice]) -> list[_Choice]:
+    """Return the choices on which the first of ``uses`` depends that depends on any."""
+    uses = {*uses}
+    # A router chooses before experts compute.
+    before = [choice for choice in choices if choice.node not in uses]
+    reached = uses & closure_forward(place for choice in before for place in choice.places)
+    if not reached:
+        return []
+    upstream = closure_backward([min(reached)])
+    return [choice for choice in before if any(place in upstream for place in choice.places)]
+
+
+def _nearest(choices: list[_Choice], experts: str) -> list[_Choice]:
+    """Return those of ``choices`` that are made in the modules around ``experts``, as near to these as any."""
+    shared = {choice: _shared_modules(choice.node, experts) for choice in choices}
+    return [choice for choice in choices if shared[choice] == max(shared.values())]
+
+
+def _module_of(node: Node) -> str:
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    return name_in_model(str(stack[-1][0])) if stack else ""
+
+
+def _place(node: Node) -> tuple[Any, ...]:
+    """Return what an operation has in common with itself in another call of its module."""
+    line = line_of(node)
+    return (_module_of(node), str(line)) if line is not None else (node,)
+
+
+def _shared_modules(node: Node, name: str) -> int:
+    """Return how many modules around a node are also around the module ``name``."""
+    parts = [part.strip("'\"") for part in _module_of(node).replace("[", ".").replace("]", "").split(".")]
+    shared = 0
+    for one, other in zip(parts, name.split("."), strict=False):
+        if one != other:
+            break
+        shared += 1
+    return shared
+
+
+def _hold(choices: list[_Choice], layer: int) -> None:
+    total, first = sum(choice.count for choice in choices), 0
+    for choice in choices:
+        node = choice.node
+        users = list(node.users)
+        here = Builder(node.graph, after=node, layer=layer, like=node)
+        ids = here.call(operator.getitem, node, 1) if choice.has_values else node
+        # Tables may have an expert twice in a line.
+        differ = choice.scores is not None
+        held = here.call(torch.ops.hecate.hold_choices.default, ids, first, choice.count, total, differ, layer)
+        if not choice.has_values:
+            take_place(node, held, unless=partial(operator.is_, held))
+        for user in users if choice.has_values else ():
+            if arg(user, 1) == 1:
+                take_place(user, held)
+            else:
+                take_place(user, _scores_of(choice, held, here))
+            node.graph.erase_node(user)
+        for largest in _largest_scores(choice):
+            take_place(largest, _scores_of(choice, held, here, keeps_dim=shape_of(largest) != shape_of(held)))
+        first += choice.count
+
+
+def _largest_scores(choice: _Choice) -> list[Node]:
+    """Return the nodes that are the largest of the scores of which an argmax has the place.
+
+    What is subtracted from the scores themselves keeps their exponentials in range.
+    """
+    if not named(choice.node, "argmax") or choice.scores is None:
+        return []
+    found = []
+    for user in choice.scores.users:
+        last = len(shape_of(choice.scores)) - 1
+        dim = option(user, 1, "dim") if named(user, "max", "amax") else None
+        if type(dim) is int and dim % (last + 1) == last:
+            values = [user] if named(user, "amax") else [n for n in user.users if is_getitem(n) and arg(n, 1) == 0]
+            found += [
+                n for n in values if not any(named(one, "sub") and choice.scores in one.args for one in n.users)
+            ]
+    return found
+
+
+def _scores_of(choice: _Choice, held: Node, here: Builder, *, keeps_dim: bool | None = None) -> Node:
+    """Write the scores of held choices, in the shape of these, or with the last dimension or without it."""
+    assert choice.scores is not None, "a lookup has no values"
+    places = held if choice.keeps_dim else here.method("unsqueeze", held, -1)
+    found = here.call(torch.gather, choice.scores, -1, places)
+    kept = choice.keeps_dim if keeps_dim is None else keeps_dim
+    return found if kept else here.method("squeeze", found, -1)
+
+
+def _skip(uses: list[Node], name: str, reason: str) -> Skip:
+    return Skip(where=name, reason=reason, fallback=False, line=str(line_of(uses[0]) or ""))
