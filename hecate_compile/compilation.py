@@ -310,6 +310,6 @@ def _forward(
         outside_gradients=outside_gradients,
         same_batches=SameBatches(everyone, enabled=in_graphs, copies=found.mesh.copies),
         whole_layers=WholeLayers(model, found.experts, syncs.whole, gathering),
-        check_compiled=backend.check_sparse if sparse else None,
+        check_compiled=backend.check_compiled,
         one_graph=sparse,
     )

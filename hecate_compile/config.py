@@ -23,6 +23,7 @@ Dense = Literal["replicate", "shard"]
 RowTransport = Literal["collectives", "symmetric"]
 DumpRanks = Literal["first", "all"]
 ExpertGroup = int | Literal["auto"]
+BalanceLoss = Literal["own", "global"]
 
 
 # What stands for a number.
@@ -96,6 +97,9 @@ class Config:
             must divide the number of ranks. None: all ranks are one group, or those along the second dimension of the
             mesh. ``"auto"``: as many as can be of at most 64 ranks, whole nodes or parts of one, and no more than
             there are experts.
+        balance_loss: whose tokens a load-balancing loss is of. ``"own"``: each rank's, as with DDP. ``"global"``:
+            those of all ranks, so that experts need not be balanced in each small batch. A forward for training that
+            has no such loss is then refused; a loss of each sequence stays so.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements
@@ -134,6 +138,7 @@ class Config:
     prefetch_bytes: int | None = None
     compare_every: int = 200
     expert_group: ExpertGroup | None = None
+    balance_loss: BalanceLoss = "own"
     topology: Topology | None = None
     rates: Rates | None = None
     dump: str | os.PathLike[str] | None = None
@@ -152,13 +157,19 @@ class Config:
             "dispatch": RowDispatch,
             "dump_ranks": DumpRanks,
             "transport": RowTransport,
+            "balance_loss": BalanceLoss,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in get_args(allowed) and not (name == "policy" and isinstance(value, Policy)):
                 raise ValueError(f"hecate.Config: {name}={value!r}, expected one of {get_args(allowed)}")
-        if self.policy == "replicate" and (self.dense == "shard" or self.experts is not None):
-            other = 'dense="shard"' if self.dense == "shard" else "experts"
+        beside = {
+            'dense="shard"': self.dense == "shard",
+            "experts": self.experts is not None,
+            'balance_loss="global"': self.balance_loss == "global",
+        }
+        if self.policy == "replicate" and any(beside.values()):
+            other = next(option for option, given in beside.items() if given)
             raise ValueError(
                 f'hecate.Config: policy="replicate" keeps the whole model on every rank; leave {other} out'
             )

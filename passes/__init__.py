@@ -26,6 +26,7 @@ from hecate.passes.captured.group_expert_loops import group_expert_loops
 from hecate.passes.captured.hold_choices import hold_choices
 from hecate.passes.captured.keep_plans import keep_plans
 from hecate.passes.captured.normalize_matmuls import normalize_matmuls
+from hecate.passes.captured.share_fractions import share_fractions
 from hecate.passes.captured.share_gathers import share_gathers
 from hecate.passes.captured.sort_lookups import sort_lookups
 from hecate.passes.captured.unfold_experts import unfold_experts
@@ -73,6 +74,7 @@ PASSES: tuple[Pass, ...] = (
     normalize_matmuls,    # three spellings of a grouped matmul -> one
     exchange_rows,        # gather all experts -> exchange tokens with their owners
     hold_choices,         # while routing is recorded or replayed: topk(scores) -> hold(topk(scores))
+    share_fractions,      # Config(balance_loss="global"): fractions of own tokens -> those of all ranks
     bucket_gradients,     # one all-reduce per dense parameter -> one per bucket
     keep_plans,           # checkpointed layers keep plans and exchanged rows
 )  # fmt: skip

@@ -45,6 +45,7 @@ class PassContext:
         guesses: sizes that depend on data, learned from the forward; for predictions.
         attention: the pattern that attention gets, or None.
         key_heads: heads of keys that the model's config says, or None where it does not.
+        shares_fractions: load-balancing losses are of all ranks' tokens.
         held: numbers of experts, by the layers whose routers' choices are recorded or replayed.
     """
 
@@ -70,6 +71,7 @@ class PassContext:
     guesses: dict[Any, int] = field(default_factory=dict, compare=False)
     attention: S2Attention | None = None
     key_heads: int | None = None
+    shares_fractions: bool = False
     held: Mapping[int, int] = field(default_factory=dict)
 
     @property

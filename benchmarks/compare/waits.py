@@ -15,6 +15,7 @@ _KINDS = {
     "experts": "experts",
     "dense": "dense gradients",
     "bucket": "dense gradients",
+    "fractions": "counts",
 }
 KINDS = tuple(dict.fromkeys(_KINDS.values()))
 

@@ -22,11 +22,13 @@ class OverwrittenRouters(TorchFunctionMode):
 
     Its ``topk``, ``max`` and ``argmax`` over scores of experts do, and lookups in tables of integers.
 
-    ``given`` are numbers of experts and choices ``[batch, sequence, k]``, layer by layer.
+    ``given`` are numbers of experts and choices ``[batch, sequence, k]``, layer by layer. Each second choice is of
+    ``weights`` alone, if there are any.
     """
 
-    def __init__(self, given: list[tuple[int, Tensor]]) -> None:
+    def __init__(self, given: list[tuple[int, Tensor]], *, weights: bool = False) -> None:
         super().__init__()
+        self._weights, self._turn = weights, 0
         self._left = [(experts, ids.flatten(0, 1).long()) for experts, ids in given]
         self._leading = [(*ids.shape[:2],) for _, ids in given] + [(len(ids),) for _, ids in self._left]
         self._column = 0
@@ -54,6 +56,8 @@ class OverwrittenRouters(TorchFunctionMode):
         # Others choose among the scores of groups, or look for the largest score.
         of_tokens = not (name == "max" and (kwargs or {}).get("keepdim"))
         of_tokens &= scores.shape[-1:] == (experts,) and scores.shape[:-1] in self._leading
+        self._turn += of_tokens
+        of_tokens &= not self._weights or self._turn % 2 == 1
         if not of_tokens or places.numel() != len(ids) * count or places.is_floating_point():
             return out
         chosen = ids[:, self._column : self._column + count].reshape(places.shape)
@@ -87,7 +91,10 @@ def run(name: str, backend: str = "aot_eager") -> dict[str, Any]:
     drawn = [_drawn(routing.by_layer, experts, one) for one in range(world)]
     with hecate.replay_routing(model, drawn[rank]):
         got = step_of(model, given)
-    expected = mean_of([_overwritten(reference, batch(name, one), experts, drawn[one]) for one in range(world)])
+    parts = [(batch(name, one), drawn[one]) for one in range(world)]
+    # NLLB's experts take the tokens of its first choice, and weights of both.
+    weights = name == "nllb_moe"
+    expected = mean_of([_overwritten(reference, *part, experts, weights=weights) for part in parts])
     return dict(
         layers=len(routing.by_layer),
         experts=max(experts.values()),
@@ -102,15 +109,18 @@ def _drawn(by_layer: Mapping[str, Tensor], experts: Mapping[str, int], rank: int
     """Return other experts for all tokens, all of a token different."""
     generator = torch.Generator().manual_seed(rank)
     return {
-        name: torch.rand(*ids.shape[:2], experts[name], generator=generator).topk(ids.shape[-1]).indices
+        name: torch.rand(*ids.shape[:2], experts[name.partition(" ")[0]], generator=generator)
+        .topk(ids.shape[-1])
+        .indices
         for name, ids in by_layer.items()
     }
 
 
 def _overwritten(
-    model: nn.Module, given: dict[str, Any], experts: Mapping[str, int], drawn: Mapping[str, Tensor]
+    model: nn.Module, given: dict[str, Any], drawn: Mapping[str, Tensor], experts: Mapping[str, int], *, weights: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    with OverwrittenRouters([(experts[name], ids) for name, ids in drawn.items()]) as routers:
+    choices = [(experts[name.partition(" ")[0]], ids) for name, ids in drawn.items()]
+    with OverwrittenRouters(choices, weights=weights) as routers:
         step = step_of(model, given)
     if routers.left:
         raise AssertionError(f"{routers.left} layers of the plain model have chosen by themselves")

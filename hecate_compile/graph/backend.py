@@ -127,13 +127,23 @@ class Backend:
 
         return hecate
 
-    def check_sparse(self) -> None:
-        """Raise if nothing was compiled, where sparse attention is asked for: then all of it is dense."""
-        if not self.graphs:
+    def check_compiled(self, *, training: bool) -> bool:
+        """Raise if what the options ask for was not compiled, behind a forward; return whether that can be told."""
+        if not self.graphs and self.config.attention is not None:
             raise UnsupportedAttentionError(
                 "hecate: Config(attention=...) has made no layer sparse, because torch.compile compiled nothing. Is "
                 "it switched off, by TORCHDYNAMO_DISABLE or torch.compiler.set_stance?"
             )
+        if self.config.balance_loss == "own":
+            return True
+        records = [record for graph in self.graphs for record in graph.passes if record.name == "share_fractions"]
+        if training and self.world.size > 1 and not sum(record.rewritten for record in records):
+            raise ValueError(
+                'hecate: Config(balance_loss="global"), and no load-balancing loss was found in the forward. '
+                "transformers' models have one with output_router_logits=True, where they are given labels. One that "
+                "is of each sequence, or summed outside of the forward, is not found"
+            )
+        return training
 
     def _refuse_dense(self, records: Sequence[PassRecord]) -> None:
         """Raise unless a graph, which is the whole model, has all sparse layers that it should have."""
@@ -290,6 +300,7 @@ class Backend:
             rates=self.placer.rates,
             attention=self.config.attention,
             key_heads=self.key_heads,
+            shares_fractions=self.config.balance_loss == "global",
             held={layer.id: layer.num_experts for layer in self.layers} if holds_choices else {},
         )
 

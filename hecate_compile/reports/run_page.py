@@ -20,7 +20,7 @@ from hecate.runtime.comm.collective import collective_named
 _MOST_LINES, _MOST_TIMELINES, _MOST_WAITS = 6, 8, 10
 # The name in the timeline's legend of what a collective carries.
 _KINDS = dict(rows="rows", counts="counts", tickets="counts", replicas="experts", experts="experts")
-_KINDS |= dict(dense="dense", bucket="dense")
+_KINDS |= dict(dense="dense", bucket="dense", fractions="counts")
 _COLOURS = {kind: KINDS[kind] for kind in ("rows", "experts", "dense", "counts")}
 _COLOURS |= {"other": "#777777", "stands still": COLOURS[1]}
 

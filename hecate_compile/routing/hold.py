@@ -16,7 +16,7 @@ from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.passes.captured.hold_choices import router_of
 from hecate.private import tree_leaves
 from hecate.routing.routing import Routing
-from hecate.runtime.state.layer import Layer
+from hecate.runtime.state.layer import ChoicePart, Layer
 from hecate.training.forward import HeldRouting
 
 
@@ -61,8 +61,8 @@ def replay_routing(
         model: compiled.
         routing: for this rank's own batch, a recording, or integers ``[batch, sequence, layer, k]`` of any type, as
             inference engines have them; their layers are those with experts or all layers of the model. Or integers
-            ``[batch, sequence, k]`` by the names of experts modules. -1 in all k places of a token leaves the choice
-            to the model: pad with it where a rollout knows nothing.
+            ``[batch, sequence, k]`` by the names of experts modules, of one that is called again "name (2)". -1 in
+            all k places of a token leaves the choice to the model: pad with it where a rollout knows nothing.
 
     Raises:
         ValueError: the model was not compiled, has no sharded experts, or its routing is recorded or replayed
@@ -76,12 +76,15 @@ def replay_routing(
     layers = _layers_of(state)
     given = routing.by_layer if isinstance(routing, Routing) else routing
     by_layer = dict(given) if isinstance(given, Mapping) else _by_layer(model, _integers(given, "ids"), layers)
-    unknown = [name for name in by_layer if name not in layers]
+    # Of a layer that is called again, "name (2)".
+    calls = {name: layers.get(re.sub(r" \(\d+\)$", "", name)) for name in by_layer}
+    unknown = [name for name, layer in calls.items() if layer is None]
     if unknown:
         raise ValueError(
             f"hecate.replay_routing: no layer with a router is {', '.join(unknown)}; these are {', '.join(layers)}"
         )
-    checked = {layers[name]: _checked(ids, name, layers[name]) for name, ids in by_layer.items()}
+    experts = {name: layer.num_experts for name, layer in calls.items() if layer is not None}
+    checked = {name: _checked(ids, name, experts[name]) for name, ids in by_layer.items()}
     with _holding(state, _Replay(state, checked)):
         yield
 
@@ -146,13 +149,20 @@ class _Held:
         """Return the names of layers that must run."""
         return () if self._seen else self._layers
 
-    def _hold(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+    def _hold(self, layer: Layer, ids: Tensor, part: ChoicePart) -> Tensor:
+        name = layer.name if part.call == 0 else f"{layer.name} ({part.call + 1})"
         # Outside of a forward, a backward computes a layer again.
         if self._running:
-            self._seen.setdefault(layer.name, []).append(ids.detach().reshape(-1, count))
-        return self._chosen(layer, ids, first, count, total, differ)
+            seen = self._seen.setdefault(name, [])
+            if part.first == 0 and seen:
+                raise ValueError(
+                    f"hecate.{self._NAME}: {name} is called several times in one forward, in checkpoints or graphs "
+                    "of their own, so that nothing tells its calls apart"
+                )
+            seen.append(ids.detach().reshape(-1, part.count))
+        return self._chosen(name, ids, part)
 
-    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+    def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
         raise NotImplementedError
 
 
@@ -180,37 +190,38 @@ class _Recording(_Held):
         batch, sequence = next((two for two in self._batches if two[0] * two[1] == tokens), (1, tokens))
         return ids.reshape(batch, sequence, experts).to(torch.int16)
 
-    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+    def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
         return ids
 
 
 class _Replay(_Held):
     _NAME = "replay_routing"
 
-    def __init__(self, state: CompiledModel, given: Mapping[Layer, Tensor]) -> None:
+    def __init__(self, state: CompiledModel, given: Mapping[str, Tensor]) -> None:
         super().__init__(state)
         device = state.world.device
-        self._given = {layer: ids.to(device, torch.int64).flatten(0, 1) for layer, ids in given.items()}
-        self._whole = {layer: bool((ids >= 0).all()) for layer, ids in given.items()}
-        self._twice = {layer: text for layer, ids in given.items() if (text := _an_expert_twice(layer.name, ids))}
+        self._given = {name: ids.to(device, torch.int64).flatten(0, 1) for name, ids in given.items()}
+        self._whole = {name: bool((ids >= 0).all()) for name, ids in given.items()}
+        self._twice = {name: text for name, ids in given.items() if (text := _an_expert_twice(name, ids))}
 
     def _needed(self) -> Iterable[str]:
-        return [layer.name for layer in self._given]
+        return self._given
 
-    def _chosen(self, layer: Layer, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
-        given = self._given.get(layer)
+    def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
+        given = self._given.get(name)
         if given is None:
-            raise ValueError(f"hecate.replay_routing: there is nothing for {layer.name}, which has run")
-        if given.shape != (ids.numel() // count, total):
+            raise ValueError(f"hecate.replay_routing: there is nothing for {name}, which has run")
+        tokens = ids.numel() // part.count
+        if given.shape != (tokens, part.total):
             raise ValueError(
-                f"hecate.replay_routing: {layer.name} sends {ids.numel() // count} tokens to {total} experts each, "
+                f"hecate.replay_routing: {name} sends {tokens} tokens to {part.total} experts each, "
                 f"and there are {given.shape[1]} for {given.shape[0]} tokens. Give -1 for tokens whose experts are "
                 "not known; generate outside of the block"
             )
-        if differ and layer in self._twice:
-            raise ValueError(f"hecate.replay_routing: {self._twice[layer]}")
-        chosen = given[:, first : first + count].reshape(ids.shape).to(ids.device, ids.dtype)
-        return chosen if self._whole[layer] else torch.where(chosen < 0, ids, chosen)
+        if part.differ and name in self._twice:
+            raise ValueError(f"hecate.replay_routing: {self._twice[name]}")
+        chosen = given[:, part.first : part.first + part.count].reshape(ids.shape).to(ids.device, ids.dtype)
+        return chosen if self._whole[name] else torch.where(chosen < 0, ids, chosen)
 
 
 def _integers(given: Any, what: str) -> Tensor:
@@ -243,13 +254,13 @@ def _by_layer(model: nn.Module, ids: Tensor, layers: Mapping[str, Layer]) -> dic
     )
 
 
-def _checked(given: Any, name: str, layer: Layer) -> Tensor:
+def _checked(given: Any, name: str, num_experts: int) -> Tensor:
     """Return integers ``[batch, sequence, k]``, each token's all experts of the layer, or all -1."""
     ids = _integers(given, f"those of {name}").to(torch.int64)
     if ids.ndim != 3:
         raise ValueError(f"hecate.replay_routing: {name} has {list(ids.shape)}, expected [batch, sequence, k]")
     problems = [
-        ((ids < -1) | (ids >= layer.num_experts), f"are not from 0 to {layer.num_experts - 1}, or -1"),
+        ((ids < -1) | (ids >= num_experts), f"are not from 0 to {num_experts - 1}, or -1"),
         ((ids < 0) != (ids[..., :1] < 0), "have -1 in some places and experts in others"),
     ]
     for wrong, what in problems:

@@ -71,13 +71,14 @@ class CompiledForward:
         outside_gradients: Sequence[OutsideGradients],
         same_batches: SameBatches,
         whole_layers: WholeLayers,
-        check_compiled: Callable[[], None] | None = None,
+        check_compiled: Callable[..., bool],
         one_graph: bool = False,
     ) -> None:
         self._traces, self._experts, self._step = traces, experts, step
         self.between, self.outside_gradients, self._precision = between, outside_gradients, precision
         self.whole_layers = whole_layers
-        self._same_batches, self._check_compiled, self._one_graph = same_batches, check_compiled, one_graph
+        self._same_batches, self._one_graph = same_batches, one_graph
+        self._check_compiled: Callable[..., bool] | None = check_compiled
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
         self.after: Callable[[], None] | None = None
         self.held: HeldRouting | None = None
@@ -112,8 +113,7 @@ class CompiledForward:
         out = self._traced(mode, args, kwargs)
         if self.held is not None:
             self.held.end()
-        if self._check_compiled is not None:
-            self._check_compiled()
+        if self._check_compiled is not None and self._check_compiled(training=training):
             self._check_compiled = None
         self._traces.after_forward(training=training)
         if not training and not self.recording:

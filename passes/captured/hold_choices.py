@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.analysis.torch_values import is_state, name_in_model, shape_of, value_of
+from hecate.passes.analysis.choices import Choice, choice_of, lookup_of
+from hecate.passes.analysis.torch_values import name_in_model, shape_of
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import (
     Builder,
@@ -36,7 +36,6 @@ from hecate.passes.fx import (
     closure_forward,
     is_getitem,
     line_of,
-    operands,
     option,
     take_place,
 )
@@ -46,31 +45,35 @@ _NOT_FOUND = (
     "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they compute"
 )
 _OWN = "it has a router of its own, in one module with other experts"
-_SEVERAL = "it is called several times in one forward, so that its tokens are not those of the batch"
 
 
 def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
     """Hold what the router of every layer in ``gm`` chooses."""
     if not context.held:
         return Outcome()
-    choices = [choice for node in gm.graph.nodes if (choice := _choice_of(node) or _lookup_of(node)) is not None]
+    choices = [choice for node in gm.graph.nodes if (choice := choice_of(node) or lookup_of(node)) is not None]
     free, rewritten, skipped = set(choices), 0, []
     routers = router_of({context.name(layer): experts for layer, experts in context.held.items()})
     for layer, uses in _uses_of_layers(gm.graph).items():
         found = _chosen_for(uses, [c for c in choices if c in free and c.among in (0, context.held[layer])])
         nearest = _nearest(found, context.name(layer))
         free -= {*nearest}
+        # Where the layer is called again, its router chooses in the same places.
+        places = {_place(choice.node) for choice in nearest}
         if routers[context.name(layer)] != context.name(layer):
             # Rows go with those of the experts whose router it is.
             if nearest:
                 skipped.append(_skip(uses, context.name(layer), _OWN))
-        elif not nearest:
+            continue
+        if not nearest:
             skipped.append(_skip(uses, context.name(layer), _NOT_FOUND))
-        elif not {_place(choice.node) for choice in nearest}.isdisjoint(_place(choice.node) for choice in free):
-            skipped.append(_skip(uses, context.name(layer), _SEVERAL))
-        else:
-            _hold(nearest, layer)
-            rewritten += 1
+            continue
+        again = [choice for choice in choices if choice in free and _place(choice.node) in places]
+        calls_of_layer = [nearest, *_calls(again, len(nearest))]
+        free -= {*again}
+        for number, call in enumerate(calls_of_layer):
+            _hold(call, layer, number)
+        rewritten += 1
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
 
 
@@ -91,70 +94,6 @@ def router_of(layers: Mapping[str, int]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """An operation that chooses ``count`` of ``among`` scores: ``node`` has the places, or its result 1 has them.
-
-    What is looked up in a table has no scores, and is among any number of experts, 0.
-    """
-
-    node: Node
-    scores: Node | None
-    among: int
-    count: int
-    has_values: bool
-    keeps_dim: bool
-
-    @property
-    def places(self) -> list[Node]:
-        return (
-            [user for user in self.node.users if is_getitem(user) and arg(user, 1) == 1]
-            if self.has_values
-            else [self.node]
-        )
-
-
-def _choice_of(node: Node) -> _Choice | None:
-    """Return the choice that a node makes along the last dimension of scores; None if it makes none that is used."""
-    if named(node, "topk"):
-        count, position, default = option(node, 1, "k"), 2, -1
-    elif named(node, "max", "argmax"):
-        count, position, default = 1, 1, None
-    else:
-        return None
-    scores, dim = operands(node)[0], option(node, position, "dim", default)
-    value = value_of(scores)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or type(dim) is not int:
-        return None
-    sizes = shape_of(scores)
-    if type(count) is not int or not sizes or dim % len(sizes) != len(sizes) - 1 or type(sizes[-1]) is not int:
-        return None
-    kept = named(node, "topk") or option(node, position + 1, "keepdim", False) is True
-    found = _Choice(
-        node=node,
-        scores=scores,
-        among=sizes[-1],
-        count=count,
-        has_values=not named(node, "argmax"),
-        keeps_dim=kept,
-    )
-    return found if any(place.users for place in found.places) else None
-
-
-def _lookup_of(node: Node) -> _Choice | None:
-    """Return the choice that a node makes in a table ``[n, k]`` of the model's; None if it makes none."""
-    if not (is_getitem(node) or named(node, "embedding", "index_select")) or not node.users:
-        return None
-    tables = [one for one in node.all_input_nodes if is_state(one)]
-    sizes, value = shape_of(node), value_of(node)
-    if len(tables) != 1 or len(shape_of(tables[0])) != 2 or not isinstance(value, torch.Tensor) or len(sizes) < 2:
-        return None
-    whole = shape_of(tables[0])[1] == sizes[-1] and type(sizes[-1]) is int
-    if not whole or value.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
-        return None
-    return _Choice(node=node, scores=None, among=0, count=sizes[-1], has_values=False, keeps_dim=True)
-
-
 def _uses_of_layers(graph: Graph) -> dict[int, list[Node]]:
     """Return what is done with each layer's experts, layers in the order in which that begins."""
     found: dict[int, list[Node]] = {}
@@ -166,7 +105,7 @@ def _uses_of_layers(graph: Graph) -> dict[int, list[Node]]:
     return found
 
 
-def _chosen_for(uses: Iterable[Node], choices: list[_Choice]) -> list[_Choice]:
+def _chosen_for(uses: Iterable[Node], choices: list[Choice]) -> list[Choice]:
     """Return the choices on which the first of ``uses`` depends that depends on any."""
     uses = {*uses}
     # A router chooses before experts compute.
@@ -178,7 +117,7 @@ def _chosen_for(uses: Iterable[Node], choices: list[_Choice]) -> list[_Choice]:
     return [choice for choice in before if any(place in upstream for place in choice.places)]
 
 
-def _nearest(choices: list[_Choice], experts: str) -> list[_Choice]:
+def _nearest(choices: list[Choice], experts: str) -> list[Choice]:
     """Return those of ``choices`` that are made in the modules around ``experts``, as near to these as any."""
     shared = {choice: _shared_modules(choice.node, experts) for choice in choices}
     return [choice for choice in choices if shared[choice] == max(shared.values())]
@@ -206,7 +145,12 @@ def _shared_modules(node: Node, name: str) -> int:
     return shared
 
 
-def _hold(choices: list[_Choice], layer: int) -> None:
+def _calls(choices: list[Choice], each: int) -> list[list[Choice]]:
+    """Return the choices of each call, which makes so many."""
+    return [choices[begin : begin + each] for begin in range(0, len(choices), each)]
+
+
+def _hold(choices: list[Choice], layer: int, call: int) -> None:
     total, first = sum(choice.count for choice in choices), 0
     for choice in choices:
         node = choice.node
@@ -215,7 +159,8 @@ def _hold(choices: list[_Choice], layer: int) -> None:
         ids = here.call(operator.getitem, node, 1) if choice.has_values else node
         # Tables may have an expert twice in a line.
         differ = choice.scores is not None
-        held = here.call(torch.ops.hecate.hold_choices.default, ids, first, choice.count, total, differ, layer)
+        part = (first, choice.count, total, differ, call)
+        held = here.call(torch.ops.hecate.hold_choices.default, ids, *part, layer)
         if not choice.has_values:
             take_place(node, held, unless=partial(operator.is_, held))
         for user in users if choice.has_values else ():
@@ -229,7 +174,7 @@ def _hold(choices: list[_Choice], layer: int) -> None:
         first += choice.count
 
 
-def _largest_scores(choice: _Choice) -> list[Node]:
+def _largest_scores(choice: Choice) -> list[Node]:
     """Return the nodes that are the largest of the scores of which an argmax has the place.
 
     What is subtracted from the scores themselves keeps their exponentials in range.
@@ -248,7 +193,7 @@ def _largest_scores(choice: _Choice) -> list[Node]:
     return found
 
 
-def _scores_of(choice: _Choice, held: Node, here: Builder, *, keeps_dim: bool | None = None) -> Node:
+def _scores_of(choice: Choice, held: Node, here: Builder, *, keeps_dim: bool | None = None) -> Node:
     """Write the scores of held choices, in the shape of these, or with the last dimension or without it."""
     assert choice.scores is not None, "a lookup has no values"
     places = held if choice.keeps_dim else here.method("unsqueeze", held, -1)

@@ -38,6 +38,7 @@ KINDS: dict[str, str] = {
     "experts": "#36ab85",
     "dense": "#cc79a7",
     "bucket": "#e6b3cf",
+    "fractions": "#f2dd8f",
 }
 
 

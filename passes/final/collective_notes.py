@@ -42,6 +42,8 @@ def _subject_of(node: Node, carries: Carries, context: PassContext) -> str:
                 return f"{context.name(first.layer)}, over groups"
             whole = first.sync.world is first.sync.world.everyone
             return f"{count} dense parameters" if whole else f"{count} shards, over groups"
+        case "fractions":
+            return "balance loss"
         case _:
             assert_never(carries)
 

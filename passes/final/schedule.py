@@ -80,7 +80,7 @@ def schedule(gm: GraphModule, context: PassContext) -> Outcome:
 
 def _two_layers(sizes: dict[InFlight, int]) -> int:
     """Return room for twice the largest transfer; buckets of gradients are no measure where experts travel too."""
-    experts = [size for one, size in sizes.items() if one.collective.carries != "bucket"]
+    experts = [size for one, size in sizes.items() if one.collective.carries not in ("bucket", "fractions")]
     return 2 * max(experts or sizes.values(), default=0)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from hecate.private import OpOverload
 
 Role = Literal["exchange", "gather", "reduce"]
-Carries = Literal["rows", "counts", "tickets", "replicas", "experts", "dense", "bucket"]
+Carries = Literal["rows", "counts", "tickets", "replicas", "experts", "dense", "bucket", "fractions"]
 RingRounds = Literal[0, 1, 2]
 SavedInCheckpoints = Literal["always", "unless rematerialized", "as the user says"]
 GatheredAgain = Literal["always", "if rematerialized", "never"]
@@ -22,11 +22,11 @@ class Collective:
         name: of the operator, without its namespace.
         whole, start, wait: the operator, and the halves that a graph may put in different places.
         role: ``"exchange"``: its result is needed at once. ``"gather"``: parameters on their way to a use that comes
-            later. ``"reduce"``: gradients on their way to their owners, needed at the end.
+            later. ``"reduce"``: gradients, or fractions of a loss, that are needed at the end.
         carries: ``"rows"`` of tokens (arguments: rows, the parts of a ticket, ..., layer), ``"counts"``
             of rows, ``"tickets"`` for ranks that pass rows on, ``"replicas"`` of a layer's experts (or their
-            gradients), all ``"experts"`` of a layer, sharded ``"dense"`` parameters, or a ``"bucket"`` of whole ones'
-            gradients.
+            gradients), all ``"experts"`` of a layer, sharded ``"dense"`` parameters, a ``"bucket"`` of whole ones'
+            gradients, or the ``"fractions"`` of a load-balancing loss.
         homeward: of rows, that they return to where they came from.
         hops: of rows, how often each of them is sent: 2 for those that a rank of another node passes on.
         ring_rounds: how often its bytes pass around all ranks: 2 for an all-reduce (sum, then share), 1 for an

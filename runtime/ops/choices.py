@@ -4,29 +4,32 @@
 |---|---|---|
 | ``hold_choices`` | ``[T,k] -> [T,k]``, or ``[T] -> [T]`` | integers only |
 
-``first``, ``count`` and ``total``: of the ``total`` experts of a token the operand has ``count``, and ``first`` came
-before them; if they ``differ`` no expert may come twice. See :class:`hecate.runtime.state.layer.HeldChoices`.
+``first``, ``count``, ``total``, ``differ`` and ``call`` are attributes of
+:class:`hecate.runtime.state.layer.ChoicePart`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hecate.runtime.ops.registration import define
-from hecate.runtime.state.layer import get_layer
+from hecate.runtime.state.layer import ChoicePart, get_layer
 
 
-def _hold_choices(ids: Tensor, first: int, count: int, total: int, differ: bool, layer: int) -> Tensor:
+def _hold_choices(ids: Tensor, *given: Any) -> Tensor:
+    *part, layer = given
     choices = get_layer(layer).choices
-    held = ids if choices is None else choices(ids, first, count, total, differ)
+    held = ids if choices is None else choices(ids, ChoicePart(*part))
     return held.clone(memory_format=torch.contiguous_format) if held is ids else held
 
 
 define(
-    "hold_choices(Tensor ids, int first, int count, int total, bool differ, int layer) -> Tensor",
+    "hold_choices(Tensor ids, int first, int count, int total, bool differ, int call, int layer) -> Tensor",
     _hold_choices,
-    lambda ids, first, count, total, differ, layer: torch.empty_like(ids, memory_format=torch.contiguous_format),
+    lambda ids, *given: torch.empty_like(ids, memory_format=torch.contiguous_format),
     # A layer that is computed again must choose the same, whatever is replayed by then.
     plans=True,
     results="chosen",

@@ -143,17 +143,33 @@ class Layer:
         self.node_bytes_sent += row_bytes * (total - here)
 
 
+@dataclass(frozen=True)
+class ChoicePart:
+    """A part of a router's choice in one forward.
+
+    Attributes:
+        first: how many experts of a token it has chosen before, in other operations.
+        count: how many it chooses here.
+        total: all that it chooses for a token.
+        differ: no expert may come twice for a token.
+        call: how often the layer was called before.
+    """
+
+    first: int
+    count: int
+    total: int
+    differ: bool
+    call: int
+
+
 class HeldChoices(Protocol):
     """What a layer's router chooses in one forward, as something outside of the model keeps or decides it."""
 
-    def __call__(self, ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
+    def __call__(self, ids: Tensor, part: ChoicePart) -> Tensor:
         """Take note of experts that the router has chosen, and return those that tokens go to.
 
         Args:
             ids: integers ``[..., count]``, or ``[...]`` if ``count`` is one.
-            first: how many experts of a token the same router has chosen before, in other operations.
-            total: all that it chooses for a token.
-            differ: no expert may come twice for a token.
         """
 
 

@@ -189,6 +189,11 @@ def average_gradients(grads: list[list[Tensor]]) -> list[Tensor]:
     return [torch.stack(of_ranks).sum(0) / len(grads) for of_ranks in zip(*grads, strict=True)]
 
 
+def average_fractions(counts: list[Tensor]) -> Tensor:
+    """The mean over ranks of counts ``[n]``; the same on every rank."""
+    return torch.stack(counts).sum(0) / len(counts)
+
+
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Row r of ``[R, K]`` times the matrix ``[K, N]`` of the slot it lies in; rows beyond the last are zero."""
     slots = row_slots(offs, len(x))

@@ -172,18 +172,26 @@ class Threshold(PlainMoE):
         return out.view_as(hidden)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (lambda: PlainLanguageModel(Threshold), "blocks.0: in the graph that has them, no topk, max or argmax"),
-        (lambda: PlainLanguageModel(turns=2), "blocks.0: it is called several times in one forward"),
-    ],
-)
-def test_routers_that_are_not_found(model: Any, said: str) -> None:
-    made, ids = hecate.compile(model(), PLAIN), batch(0)
+def test_layers_that_are_called_again() -> None:
+    """As in looped models: each call has its own routing."""
+    model, ids = compiled("plain", turns=2), batch(0)
+    with hecate.record_routing(model) as routing:
+        expected = loss_and_gradients(model, ids)
+    assert [*routing.by_layer] == ["blocks.0", "blocks.1", "blocks.0 (2)", "blocks.1 (2)"]
+    with hecate.replay_routing(model, routing):
+        assert_equal(loss_and_gradients(model, ids), expected)
+    # In the order in which layers run.
+    given = drawn(1, layers=4)
+    with hecate.replay_routing(model, {name: given[:, :, layer] for layer, name in enumerate(routing.by_layer)}):
+        got = loss_and_gradients(model, ids)
+    assert_equal(got, overwritten("plain", ids, given, turns=2))
+
+
+def test_a_router_that_is_not_found() -> None:
+    made, ids = hecate.compile(PlainLanguageModel(Threshold), PLAIN), batch(0)
     before = loss_and_gradients(made, ids)
     for block in (hecate.record_routing(made), hecate.replay_routing(made, drawn(1))):
-        with pytest.raises(ValueError, match=said), block:
+        with pytest.raises(ValueError, match=r"blocks\.0: in the graph that has them, no topk, max or argmax"), block:
             loss_and_gradients(made, ids)
     assert_equal(loss_and_gradients(made, ids), before)
 

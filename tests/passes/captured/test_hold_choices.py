@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from hecate.passes.captured.hold_choices import hold_choices
 from hecate.runtime.comm.world import SINGLE
 from hecate.runtime.placement.owners import Owners
-from hecate.runtime.state.layer import get_layer
+from hecate.runtime.state.layer import ChoicePart, get_layer
 from tests.support.graphs import E, GraphUnderTest, H, apply, leaves_alone, number_of, targets
 from tests.support.layers import add_layer
 
@@ -48,9 +48,9 @@ def top(g: GraphUnderTest, scores: Node, **options: Any) -> tuple[Node, Node]:
 def held_with(g: GraphUnderTest, gm: GraphModule, given: Tensor) -> Tensor:
     """What the graph computes if tokens go to given experts ``[T, k]``."""
 
-    def choose(ids: Tensor, first: int, count: int, total: int, differ: bool) -> Tensor:
-        assert total == given.shape[1]
-        return given[:, first : first + count].reshape(ids.shape)
+    def choose(ids: Tensor, part: ChoicePart) -> Tensor:
+        assert part.total == given.shape[1]
+        return given[:, part.first : part.first + part.count].reshape(ids.shape)
 
     get_layer(g.layer).choices = choose
     return gm(*g.inputs)[0]

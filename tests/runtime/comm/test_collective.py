@@ -45,6 +45,7 @@ def test_all_are_here() -> None:
         "gather_dense",
         "reduce_scatter_dense",
         "average_gradients",
+        "average_fractions",
     }
 
 
@@ -64,7 +65,7 @@ def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
     if collective.carries in ("rows", "counts", "tickets"):
         assert collective.saved_in_checkpoints == "always"
     names = [argument.name for argument in collective.whole._schema.arguments]
-    of_layer = collective.carries not in ("dense", "bucket")
+    of_layer = collective.carries not in ("dense", "bucket", "fractions")
     assert ("layer" in names) == of_layer, "notes name a layer, or what is carried"
     assert callable(getattr(reference, collective.name)), "tests/support/reference.py"
     files = [module for name, module in sys.modules.items() if name.startswith(f"{ops.__name__}.")]
@@ -72,7 +73,9 @@ def test_a_record_is_complete_and_makes_sense(collective: Collective) -> None:
 
 
 def test_unknown_names_and_operators_and_a_name_again_are_errors() -> None:
-    with pytest.raises(LookupError, match="'exchang' is no collective; there are average_gradients"):
+    with pytest.raises(
+        LookupError, match="'exchang' is no collective; there are average_fractions, average_gradients"
+    ):
         collective_named("exchang")
     assert collective_of(torch.ops.aten.add.Tensor) is None
     g = GraphUnderTest()

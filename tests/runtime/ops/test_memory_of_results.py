@@ -72,6 +72,7 @@ def test_results_are_made_before_the_job_is_launched(wire: torch.dtype | None) -
         sync, module = GradientSync(world, wire), nn.Linear(3, 5)
         replicated = [add_replicated(module, key, sync) for key in ("weight", "bias")]
         run("average_gradients", [torch.randn(5, 3), torch.randn(5)], [one.id for one in replicated])
+        run("average_fractions", torch.randn(5), layer.id)
         dense = [add_dense_shard("weight", torch.Size((length, 3)), sync) for length in (4, 6)]
         ids = [one.id for one in dense]
         wholes = run("gather_dense", [torch.randn(2, 3), torch.randn(2, 3)], ids, wire)

@@ -41,6 +41,8 @@ OF_LAYERS: dict[str, tuple[object, ...]] = {
     "top_up": (EXPERTS, REPLICAS, OWNED, OWNED, NONE),
     "route": (COUNTS, OWNED, OFFSETS, 4, 0, 2),
     "count_rows": (OFFSETS,),
+    "hold_choices": (torch.tensor([[0, 3], [1, 2]]), 0, 2, 2, True, 0),
+    "average_fractions": (torch.rand(5),),
     "exchange": (ROWS, *TICKET),
     "exchange_back": (ROWS, *TICKET, 6),
     "route_nodes": (TOKENS, COUNTS, OWNED, SPLITS, torch.arange(6), torch.arange(6), 2),
