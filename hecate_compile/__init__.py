@@ -19,6 +19,7 @@ from hecate.reports.monitor import Monitor, monitor
 from hecate.reports.record_counts import record
 from hecate.reports.run_files import RunError
 from hecate.reports.stats import LayerStats, Stats
+from hecate.routing.balance import BiasBalance, balance_bias
 from hecate.routing.hold import record_routing, replay_routing
 from hecate.routing.routing import Routing
 from hecate.runtime.attention.options import S2Attention, UnsupportedAttentionError
@@ -33,6 +34,7 @@ from hecate.wrap.untraced import UntracedReadError
 __version__ = "0.1.0"
 
 __all__ = [
+    "BiasBalance",
     "CheckpointError",
     "Config",
     "DisagreementError",
@@ -54,6 +56,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "UntracedReadError",
     "async_save",
+    "balance_bias",
     "capture",
     "clip_grad_norm_",
     "compile",

@@ -55,7 +55,7 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     experts = {layer.num_experts for layer in layers}
     if len(experts) != 1:
         raise ValueError(f"hecate.record: layers have different numbers of experts: {sorted(experts)}")
-    if state.forward.after is not None:
+    if "record" in state.forward.after:
         raise ValueError("hecate.record: this model is being recorded already")
     target = Path(path)
     _try_to_write(target, state.world)
@@ -74,11 +74,11 @@ def record(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         if state.world.rank == 0:
             steps.append(of_ranks.numpy().astype(np.uint32))
 
-    state.forward.after = after
+    state.forward.after["record"] = after
     try:
         yield
     finally:
-        state.forward.after = None
+        del state.forward.after["record"]
         if state.world.rank == 0:
             shape = (0, len(layers), state.world.size, experts.pop())
             with target.open("wb") as file:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hecate.compiled_model import CompiledModel, compiled_model_of
-from hecate.passes.captured.hold_choices import router_of
 from hecate.private import tree_leaves
+from hecate.routing.routers import layers_with_routers
 from hecate.routing.routing import Routing
 from hecate.runtime.state.layer import ChoicePart, Layer
 from hecate.training.forward import HeldRouting
@@ -73,7 +73,7 @@ def replay_routing(
         TypeError: no integers.
     """
     state = _not_held(model, "replay_routing")
-    layers = _layers_of(state)
+    layers = layers_with_routers(state)
     given = routing.by_layer if isinstance(routing, Routing) else routing
     by_layer = dict(given) if isinstance(given, Mapping) else _by_layer(model, _integers(given, "ids"), layers)
     # Of a layer that is called again, "name (2)".
@@ -108,19 +108,13 @@ def _holding(state: CompiledModel, held: HeldRouting) -> Iterator[None]:
         state.forward.held = None
 
 
-def _layers_of(state: CompiledModel) -> dict[str, Layer]:
-    """Return the layers that have a router, by their names."""
-    routers = router_of({layer.name: layer.num_experts for layer in state.layers})
-    return {layer.name: layer for layer in state.layers if routers[layer.name] == layer.name}
-
-
 class _Held:
     """What both have in common: which layers were held in a forward, and what is said where one was not."""
 
     _NAME: str
 
     def __init__(self, state: CompiledModel) -> None:
-        self._state, self._layers = state, _layers_of(state)
+        self._state, self._layers = state, layers_with_routers(state)
         self._seen: dict[str, list[Tensor]] = {}
         self._running = False
 

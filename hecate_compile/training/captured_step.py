@@ -175,8 +175,8 @@ class CapturedStep:
             self._learn(recorded, placements, forward_ends)
             for layer in self._layers:
                 layer.placer.plan_ahead()
-            if self._compiled.after is not None:
-                self._compiled.after()
+            for after in (*self._compiled.after.values(),):
+                after()
             assert self._loss is not None
             return self._loss.detach()
 

@@ -54,9 +54,9 @@ class HeldRouting(Protocol):
 class CompiledForward:
     """The callable that ``model(...)`` runs.
 
-    ``after`` is called at the end of every forward; see :func:`hecate.record`. With ``held`` the choices of routers
-    are recorded or replayed. While ``recording``, a forward is recorded, and the work between two forwards is up to
-    the code that replays it.
+    What is in ``after``, by the names of those who put it there, is called at the end of every forward. With ``held``
+    the choices of routers are recorded or replayed. While ``recording``, a forward is recorded, and the work between
+    two forwards is up to the code that replays it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CompiledForward:
         self._same_batches, self._one_graph = same_batches, one_graph
         self._check_compiled: Callable[..., bool] | None = check_compiled
         self._records, self._dynamo = tuple(records), _dynamo_options(bool(experts))
-        self.after: Callable[[], None] | None = None
+        self.after: dict[str, Callable[[], None]] = {}
         self.held: HeldRouting | None = None
         self.recording = False
 
@@ -122,9 +122,9 @@ class CompiledForward:
         self._keep_records(out)
         for watch in self.outside_gradients:
             watch.after_forward(out)
-        # Step 5: a recorder of routing, and the output's dtype.
-        if self.after is not None and not self.recording:
-            self.after()
+        # Step 5: recorders of routing, and the output's dtype.
+        for after in () if self.recording else (*self.after.values(),):
+            after()
         precision = self._precision
         return out if precision is None or precision.output_dtype is None else _cast(out, precision.output_dtype)
 
