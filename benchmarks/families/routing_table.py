@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,18 @@ def _summary(results: dict[str, dict[str, Any]]) -> str:
     ran = {name: result for name, result in results.items() if "error" not in result}
     exact = sum(result["replay_error"] == 0 for result in ran.values())
     worst = [max(result[key] for result in ran.values()) for key in ("replay_error", "loss_error", "gradient_error")]
-    lines = [
+    text = (
         f"Of {len(results)} families {len(ran)} replay on two ranks. A replayed recording gives the loss and all "
-        f"gradients of its step to the bit in {exact}, and at most {worst[0]:.0e} off. Of a drawn routing loss and "
-        f"gradients are at most {worst[1]:.0e} and {worst[2]:.0e} off those of one process whose routers were "
-        "overwritten. The others:",
-        "",
-    ]
+        f"gradients of its step to the bit in {exact}, and at most {worst[0]:.0e} off in the others. Of a drawn "
+        f"routing loss and gradients are at most {worst[1]:.0e} and {worst[2]:.0e} off those of one process whose "
+        "routers were overwritten. Not found or refused:"
+    )
+    lines = [*textwrap.wrap(text, width=120), ""]
     lines += [f"- {name}: {_reason(result['error'])}" for name, result in results.items() if "error" in result]
     return "\n".join(lines)
 
 
 def _reason(error: str) -> str:
-    """Without the name of the error and who says it."""
-    return error.partition(": ")[2].removeprefix("hecate.record_routing: ").removeprefix("hecate.compile: ")
+    """Without the name of the error and who says it, and of the first layer alone."""
+    said = error.partition(": ")[2].removeprefix("hecate.record_routing: ").removeprefix("hecate.compile: ")
+    return said.partition("; ")[0]

@@ -300,7 +300,7 @@ class Backend:
             rates=self.placer.rates,
             attention=self.config.attention,
             key_heads=self.key_heads,
-            shares_fractions=self.config.balance_loss == "global",
+            shares_fractions=self.config.balance_loss == "global" and self.world.size > 1,
             held={layer.id: layer.num_experts for layer in self.layers} if holds_choices else {},
         )
 

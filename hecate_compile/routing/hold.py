@@ -16,6 +16,7 @@ from hecate.compiled_model import CompiledModel, compiled_model_of
 from hecate.private import tree_leaves
 from hecate.routing.routers import layers_with_routers
 from hecate.routing.routing import Routing
+from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.state.layer import ChoicePart, Layer
 from hecate.training.forward import HeldRouting
 
@@ -41,6 +42,14 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     routing = Routing({})
     with _holding(state, _Recording(state, routing)):
         yield routing
+    without = [name for name in layers_with_routers(state) if name not in routing.by_layer]
+    if without and routing.by_layer:
+        warn_together(
+            f"hecate.record_routing: no forward of the model inside the block has called {', '.join(without)}, which "
+            "are not in its routing",
+            state.world.rank,
+            stacklevel=3,
+        )
 
 
 @contextmanager
@@ -153,7 +162,8 @@ class _Held:
                     f"hecate.{self._NAME}: {name} is called several times in one forward, in checkpoints or graphs "
                     "of their own, so that nothing tells its calls apart"
                 )
-            seen.append(ids.detach().reshape(-1, part.count))
+            # A copy: a compiled graph writes over what is no longer read.
+            seen.append(ids.detach().reshape(-1, part.count).to(torch.int16, copy=True))
         return self._chosen(name, ids, part)
 
     def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
@@ -176,13 +186,16 @@ class _Recording(_Held):
 
     def end(self) -> None:
         super().end()
-        self._routing.append({name: self._in_batch(torch.cat(parts, dim=1)) for name, parts in self._seen.items()})
+        # Layers as the model has them, whatever the order in which they run, and then those that were called again.
+        names = [*filter(self._seen.__contains__, self._layers), *(n for n in self._seen if n not in self._layers)]
+        self._routing.append({name: self._in_batch(torch.cat(self._seen[name], dim=1)) for name in names})
+        self._seen = {}
 
     def _in_batch(self, ids: Tensor) -> Tensor:
         """Return ``[T, k]`` as ``[batch, sequence, k]``; a batch of one where no input has so many tokens."""
         tokens, experts = ids.shape
         batch, sequence = next((two for two in self._batches if two[0] * two[1] == tokens), (1, tokens))
-        return ids.reshape(batch, sequence, experts).to(torch.int16)
+        return ids.reshape(batch, sequence, experts)
 
     def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
         return ids

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from hecate.passes.analysis.torch_values import is_state, shape_of, value_of
-from hecate.passes.fx import arg, is_getitem, operands, option
+from hecate.passes.fx import arg, closure_backward, is_getitem, operands, option, reached
 from hecate.passes.match import named
 
 
@@ -33,6 +33,31 @@ class Choice:
             if self.has_values
             else [self.node]
         )
+
+
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+
+
+def of_router(choice: Choice) -> bool:
+    """Tell whether scores may be a router's: products with weights for each of the experts, as far as is known.
+
+    Those of attention are products of what is computed from tokens, and may be as many.
+    """
+    products = [] if choice.scores is None else [n for n in made_from(choice.scores) if named(n, *_PRODUCTS)]
+    return not products or any(_has_weights(product, choice.among) for product in products)
+
+
+def made_from(scores: Node) -> set[Node]:
+    """Return the products that scores are made of without another one between, or inputs where there are none."""
+    found = reached([scores], lambda node: [] if named(node, *_PRODUCTS) else node.all_input_nodes) | {scores}
+    products = {node for node in found if named(node, *_PRODUCTS)}
+    return products or {node for node in found if node.op == "placeholder"}
+
+
+def _has_weights(product: Node, experts: int) -> bool:
+    """Tell whether a product has an operand with a size of ``experts`` to which no product leads."""
+    wide = [source for source in product.all_input_nodes if experts in shape_of(source)]
+    return any(not any(named(n, *_PRODUCTS) for n in (source, *closure_backward([source]))) for source in wide)
 
 
 def choice_of(node: Node) -> Choice | None:

@@ -7,6 +7,8 @@ Changes  top, ids = topk(scores, k)   becomes   ids = hold_choices(topk(scores, 
          for each operation by which the layer's router chooses; together they have a token's experts. Of an argmax
          the largest score, max(scores)[0], becomes that of the held expert.
          Where a module has its experts in several, these have one router (``router_of``).
+         Where scores were masked before the choice, as those of other groups are, weights of experts that the router
+         has not chosen itself are from before the mask.
 Never    touches a graph where nothing is held; choices of tokens by experts; scores, or what is done with them: so
          weights are the model's own, at the experts that came from outside, and gradients flow through them.
 
@@ -25,18 +27,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.analysis.choices import Choice, choice_of, lookup_of
-from hecate.passes.analysis.torch_values import name_in_model, shape_of
+from hecate.passes.analysis.choices import Choice, choice_of, lookup_of, made_from, of_router
+from hecate.passes.analysis.torch_values import name_in_model, shape_of, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import (
     Builder,
     arg,
     calls,
-    closure_backward,
     closure_forward,
+    describe,
     is_getitem,
     line_of,
+    operands,
     option,
+    reached,
     take_place,
 )
 from hecate.passes.match import named
@@ -44,6 +48,7 @@ from hecate.passes.match import named
 _NOT_FOUND = (
     "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they compute"
 )
+_KEPT = "its weights are the largest scores by an operation of their own, and would stay those of its own choice:"
 _OWN = "it has a router of its own, in one module with other experts"
 
 
@@ -51,7 +56,8 @@ def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
     """Hold what the router of every layer in ``gm`` chooses."""
     if not context.held:
         return Outcome()
-    choices = [choice for node in gm.graph.nodes if (choice := choice_of(node) or lookup_of(node)) is not None]
+    operations = (choice_of(node) or lookup_of(node) for node in gm.graph.nodes)
+    choices = [choice for choice in operations if choice is not None and of_router(choice)]
     free, rewritten, skipped = set(choices), 0, []
     routers = router_of({context.name(layer): experts for layer, experts in context.held.items()})
     for layer, uses in _uses_of_layers(gm.graph).items():
@@ -67,6 +73,10 @@ def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
             continue
         if not nearest:
             skipped.append(_skip(uses, context.name(layer), _NOT_FOUND))
+            continue
+        kept = _scores_kept(nearest, uses)
+        if kept is not None:
+            skipped.append(_skip(uses, context.name(layer), f"{_KEPT} {describe(kept)}"))
             continue
         again = [choice for choice in choices if choice in free and _place(choice.node) in places]
         calls_of_layer = [nearest, *_calls(again, len(nearest))]
@@ -110,10 +120,12 @@ def _chosen_for(uses: Iterable[Node], choices: list[Choice]) -> list[Choice]:
     uses = {*uses}
     # A router chooses before experts compute.
     before = [choice for choice in choices if choice.node not in uses]
-    reached = uses & closure_forward(place for choice in before for place in choice.places)
-    if not reached:
+    first = uses & closure_forward(place for choice in before for place in choice.places)
+    if not first:
         return []
-    upstream = closure_backward([min(reached)])
+    # What only leads to another choice, such as a mask of its scores, is no part of what is chosen.
+    ends = {choice.node for choice in before}
+    upstream = reached([min(first)], lambda node: [] if node in ends else node.all_input_nodes)
     return [choice for choice in before if any(place in upstream for place in choice.places)]
 
 
@@ -145,6 +157,38 @@ def _shared_modules(node: Node, name: str) -> int:
     return shared
 
 
+def _scores_kept(choices: list[Choice], uses: list[Node]) -> Node | None:
+    """Return an operation by which weights of the experts are the largest scores, whatever is held; None if none is.
+
+    Weights are floating numbers, that is, no mask and no number of an expert is between.
+    """
+    own, sources = {choice.node for choice in choices}, set[Node]()
+    for choice in choices:
+        sources |= made_from(choice.scores) if choice.scores is not None else set()
+    exempt = {largest for choice in choices for largest in _largest_scores(choice)}
+    beyond = closure_forward(uses)
+    for node in choices[0].node.graph.nodes:
+        if node in own or not named(node, "topk", "sort", "max", "amax"):
+            continue
+        scores = operands(node)[0]
+        among = shape_of(scores)[-1:] == (choices[0].among,)
+        if not among or not _is_floating(scores) or sources.isdisjoint(made_from(scores)):
+            continue
+        values = [node] if named(node, "amax") else [n for n in node.users if is_getitem(n) and arg(n, 1) == 0]
+        for value in values:
+            subtracted = any(named(user, "sub") and scores in user.args for user in value.users)
+            if value in exempt or subtracted:
+                continue
+            if not beyond.isdisjoint(reached([value], lambda n: [user for user in n.users if _is_floating(user)])):
+                return node
+    return None
+
+
+def _is_floating(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _calls(choices: list[Choice], each: int) -> list[list[Choice]]:
     """Return the choices of each call, which makes so many."""
     return [choices[begin : begin + each] for begin in range(0, len(choices), each)]
@@ -167,10 +211,10 @@ def _hold(choices: list[Choice], layer: int, call: int) -> None:
             if arg(user, 1) == 1:
                 take_place(user, held)
             else:
-                take_place(user, _scores_of(choice, held, here))
+                take_place(user, _scores_of(choice, ids, held, here, keeps_dim=choice.keeps_dim))
             node.graph.erase_node(user)
         for largest in _largest_scores(choice):
-            take_place(largest, _scores_of(choice, held, here, keeps_dim=shape_of(largest) != shape_of(held)))
+            take_place(largest, _scores_of(choice, ids, held, here, keeps_dim=shape_of(largest) != shape_of(held)))
         first += choice.count
 
 
@@ -193,13 +237,27 @@ def _largest_scores(choice: Choice) -> list[Node]:
     return found
 
 
-def _scores_of(choice: Choice, held: Node, here: Builder, *, keeps_dim: bool | None = None) -> Node:
-    """Write the scores of held choices, in the shape of these, or with the last dimension or without it."""
+def _scores_of(choice: Choice, own: Node, held: Node, here: Builder, *, keeps_dim: bool) -> Node:
+    """Write the scores of held choices, with the last dimension or without it.
+
+    Args:
+        own: what the router has chosen itself, which may be masked where it had no more to choose.
+    """
     assert choice.scores is not None, "a lookup has no values"
     places = held if choice.keeps_dim else here.method("unsqueeze", held, -1)
     found = here.call(torch.gather, choice.scores, -1, places)
-    kept = choice.keeps_dim if keeps_dim is None else keeps_dim
-    return found if kept else here.method("squeeze", found, -1)
+    unmasked = _unmasked(choice.scores)
+    if unmasked is not choice.scores:
+        same = here.call(operator.eq, places, own if choice.keeps_dim else here.method("unsqueeze", own, -1))
+        found = here.call(torch.where, same, found, here.call(torch.gather, unmasked, -1, places))
+    return found if keeps_dim else here.method("squeeze", found, -1)
+
+
+def _unmasked(scores: Node) -> Node:
+    """Return scores from before a mask, as of a token's own groups, in which held experts need not be."""
+    while named(scores, "masked_fill") and shape_of(arg(scores, 0)) == shape_of(scores):
+        scores = arg(scores, 0)
+    return scores
 
 
 def _skip(uses: list[Node], name: str, reason: str) -> Skip:

@@ -23,7 +23,8 @@ def _hold_choices(ids: Tensor, *given: Any) -> Tensor:
     *part, layer = given
     choices = get_layer(layer).choices
     held = ids if choices is None else choices(ids, ChoicePart(*part))
-    return held.clone(memory_format=torch.contiguous_format) if held is ids else held
+    # Always a copy: a compiled graph writes over an operator's operands and results.
+    return torch.empty_like(ids, memory_format=torch.contiguous_format).copy_(held)
 
 
 define(

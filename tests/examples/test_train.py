@@ -156,7 +156,21 @@ class Moved(Exception):
     """Where a model was to go."""
 
 
-@pytest.mark.parametrize("example", ["train.py", "trainer.py", "finetune_lora.py"])
+@pytest.mark.distributed
+def test_reinforcement_learning_is_that_of_one_process() -> None:
+    """Rewards of three rollouts, and how far training is off them: by rounding, in the first update of each."""
+    found = []
+    for ranks in (1, 2):
+        said, *_ = run_ranks(f"{_HERE}:run_example", ranks, example="grpo_replay.py", arguments=["--steps", "3"])
+        found.append(re.findall(r"step \d: reward ([\d.]+), log-probabilities at most (\S+), (\S+) apart", said))
+    one, two = ([tuple(map(float, line)) for line in lines] for lines in found)
+    assert len(one) == 3
+    for (reward, rounding, moved), (same, rounding_too, moved_too) in zip(one, two, strict=True):
+        assert reward == same and max(rounding, rounding_too) < 1e-5
+        assert moved == pytest.approx(moved_too, rel=0.2) and moved > 1e-2
+
+
+@pytest.mark.parametrize("example", ["train.py", "trainer.py", "finetune_lora.py", "grpo_replay.py"])
 def test_ranks_share_gpus_if_there_are_too_few(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before hecate.compile, which takes the device from the model."""
 

@@ -158,6 +158,60 @@ def test_ids_of_all_layers_of_the_model() -> None:
     assert_equal(got, overwritten("deepseek_v3", ids, given[:, :, 1:], **changes))
 
 
+class Backwards(PlainLanguageModel):
+    """Layers that run in another order than they have in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norms = self.blocks[::-1], self.norms[::-1]
+        self.reversed = nn.ModuleList([*self.blocks][::-1])
+        self.blocks = nn.ModuleList()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        blocks = [*self.reversed][::-1]
+        hidden = self.embedding(input_ids)
+        for norm, block in zip(self.norms, blocks, strict=True):
+            hidden = hidden + block(norm(hidden))
+        return {"loss": torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())}
+
+
+def test_layers_are_those_of_the_model_in_whatever_order_they_run() -> None:
+    torch.manual_seed(0)
+    model, ids = hecate.compile(Backwards(), PLAIN), batch(0)
+    with hecate.record_routing(model) as routing:
+        expected = loss_and_gradients(model, ids)
+    assert [*routing.by_layer] == ["reversed.0", "reversed.1"]
+    for given in (routing, routing.ids):
+        with hecate.replay_routing(model, given):
+            assert_equal(loss_and_gradients(model, ids), expected)
+
+
+@pytest.mark.slow
+def test_what_inductor_writes_over() -> None:
+    """Neither what was recorded nor what the user gave is memory of a graph."""
+    reference, ids = compiled(), batch(0)
+    model = hecate.compile(build("qwen3_moe"), hecate.Config())
+    given = drawn(1)
+    kept, expected = given.clone(), None
+    for one in (reference, model):
+        with hecate.record_routing(one) as routing:
+            loss_and_gradients(one, ids)
+        expected = routing.ids if expected is None else expected
+        assert torch.equal(routing.ids, expected)
+    for _ in range(2):
+        with hecate.replay_routing(model, given):
+            assert_equal(loss_and_gradients(model, ids), overwritten("qwen3_moe", ids, given))
+        assert torch.equal(given, kept)
+
+
+def test_layers_that_were_not_called_are_named() -> None:
+    model, ids = compiled(), batch(0)
+    model.model.layers.pop(1)
+    said = r"has called model\.layers\.1\.mlp\.experts, which"
+    with pytest.warns(UserWarning, match=said), hecate.record_routing(model):
+        loss_and_gradients(model, ids)
+
+
 class Threshold(PlainMoE):
     """The tokens of an expert are those whose score is large enough; nothing is chosen."""
 

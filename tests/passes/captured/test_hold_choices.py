@@ -171,6 +171,90 @@ def test_groups_of_experts_are_not_chosen_from_outside(g: GraphUnderTest) -> Non
     assert targets(gm).count("hold_choices.default") == 1
 
 
+def routed(g: GraphUnderTest) -> tuple[Node, Node]:
+    """Hidden states ``[T, H]``, and a router's logits."""
+    hidden = g.input(torch.randn(TOKENS, H))
+    return hidden, g.call(torch.nn.functional.linear, hidden, g.parameter(E, H))
+
+
+def test_scores_are_those_before_a_mask(g: GraphUnderTest) -> None:
+    """As in group-limited routing, whose scores of other groups are zero."""
+    scores = scores_of(g)
+    # Some tokens have no more than one expert of their own.
+    mask = g.input(torch.rand(TOKENS, E) > 0.3)
+    values, ids = top(g, g.method("masked_fill", scores, mask, 0.0))
+    gm = g.finish(experts(g, ids, values))
+    assert apply(hold_choices, g, gm, held={g.layer: E}).rewritten == 1
+    given = drawn()
+    plain = g.inputs[0].softmax(-1)
+    masked = plain.masked_fill(g.inputs[1], 0.0)
+    own = masked.topk(CHOICES).indices
+    weights = torch.where(own == given, masked.gather(1, given), plain.gather(1, given))
+    torch.testing.assert_close(held_with(g, gm, given), (g.inputs[2][given] * weights[..., None]).sum(-2))
+
+
+@pytest.mark.parametrize("how", ["topk", "max", "sort"])
+def test_weights_by_another_operation_are_not_held(how: str, g: GraphUnderTest) -> None:
+    """Places of the largest logits, and weights that are the largest probabilities: of other experts, if held."""
+    _, logits = routed(g)
+    ids = g.parts(g.call(torch.topk, logits, 1 if how == "max" else CHOICES), 2)[1]
+    scores = g.method("softmax", logits, -1)
+    if how == "topk":
+        weights = g.parts(g.call(torch.topk, scores, CHOICES), 2)[0]
+    elif how == "max":
+        weights = g.parts(g.call(torch.max, scores, dim=-1, keepdim=True), 2)[0]
+    else:
+        ordered = g.parts(g.call(torch.sort, scores, descending=True), 2)[0]
+        weights = g.call(operator.getitem, ordered, (slice(None), slice(CHOICES)))
+    outcome = leaves_alone(hold_choices, g, g.finish(experts(g, ids, weights)), held={g.layer: E})
+    assert "would stay those of its own choice" in outcome.skipped[0].reason
+
+
+def test_the_largest_score_may_mask_and_keep_exponentials_in_range(g: GraphUnderTest) -> None:
+    """As PhiMoE's router."""
+    _, logits = routed(g)
+    largest = g.parts(g.call(torch.max, logits, dim=-1, keepdim=True), 2)[0]
+    low = g.call(operator.lt, logits, g.call(operator.sub, largest, 3.0))
+    scores = g.method("softmax", g.call(operator.sub, logits, largest), -1)
+    values, ids = top(g, g.method("masked_fill", scores, low, 0.0))
+    assert apply(hold_choices, g, g.finish(experts(g, ids, values)), held={g.layer: E}).rewritten == 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_attention_to_as_many_keys_as_experts(found: bool, g: GraphUnderTest) -> None:
+    """The keys that a token attends to are no experts, though they may be as many."""
+    hidden = g.input(torch.randn(E, H))
+    keys, queries = (g.call(torch.nn.functional.linear, hidden, g.parameter(H, H)) for _ in range(2))
+    likeness = g.call(torch.matmul, queries, g.method("t", keys))
+    seen = g.parts(g.call(torch.topk, likeness, CHOICES), 2)[1]
+    mask = g.method("scatter", g.method("new_full", likeness, (E, E), -9.0), -1, seen, 0.0)
+    attended = g.call(torch.matmul, g.method("softmax", g.call(operator.add, likeness, mask), -1), hidden)
+    scores = g.method("softmax", g.call(torch.nn.functional.linear, attended, g.parameter(E, H)), -1)
+    if found:
+        values, ids = top(g, scores)
+    else:
+        values, ids = (
+            g.call(operator.getitem, part, (slice(None), slice(CHOICES)))
+            for part in g.parts(g.call(torch.sort, scores, descending=True), 2)
+        )
+    gm = g.finish(experts(g, ids, values))
+    if found:
+        assert apply(hold_choices, g, gm, held={g.layer: E}).rewritten == 1
+        assert targets(gm).count("hold_choices.default") == 1
+    else:
+        assert leaves_alone(hold_choices, g, gm, held={g.layer: E}).skipped
+
+
+def test_a_choice_that_masks_another_is_no_part_of_it(g: GraphUnderTest) -> None:
+    _, logits = routed(g)
+    allowed = g.parts(g.call(torch.topk, logits, CHOICES + 1), 2)[1]
+    mask = g.method("scatter", g.method("new_zeros", logits, (TOKENS, E)), -1, allowed, 1.0)
+    values, ids = top(g, g.call(operator.mul, g.method("softmax", logits, -1), mask))
+    gm = g.finish(experts(g, ids, values))
+    assert apply(hold_choices, g, gm, held={g.layer: E}).rewritten == 1
+    assert targets(gm).count("hold_choices.default") == 1
+
+
 def test_nothing_is_held(g: GraphUnderTest) -> None:
     values, ids = top(g, scores_of(g))
     gm = g.finish(experts(g, ids, values))
