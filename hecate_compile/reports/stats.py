@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +46,30 @@ class LayerStats:
         """Rows of the busiest rank over the mean; 1.0 is balanced, and so is a step without rows."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 1.0
+
+    @property
+    def max_violation(self) -> float:
+        """MaxVio: by how much the busiest expert has more rows than the mean, relative to it; 0 is balanced."""
+        total = sum(self.expert_rows)
+        return max(self.expert_rows) * len(self.expert_rows) / total - 1 if total else 0.0
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation of the rows of experts: standard deviation over mean; 0 is balanced."""
+        mean = sum(self.expert_rows) / len(self.expert_rows)
+        return statistics.pstdev(self.expert_rows) / mean if mean else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of how rows are spread over experts, over that of an even spread: 1 is balanced, 0 one expert."""
+        total, experts = sum(self.expert_rows), len(self.expert_rows)
+        shares = [rows / total for rows in self.expert_rows if rows]
+        return -sum(share * math.log(share) for share in shares) / math.log(experts) if total and experts > 1 else 1.0
+
+    @property
+    def dead_experts(self) -> tuple[int, ...]:
+        """The experts to which no row went."""
+        return tuple(expert for expert, rows in enumerate(self.expert_rows) if not rows)
 
 
 @dataclass(frozen=True, kw_only=True)

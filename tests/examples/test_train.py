@@ -170,7 +170,19 @@ def test_reinforcement_learning_is_that_of_one_process() -> None:
         assert moved == pytest.approx(moved_too, rel=0.2) and moved > 1e-2
 
 
-@pytest.mark.parametrize("example", ["train.py", "trainer.py", "finetune_lora.py", "grpo_replay.py"])
+@pytest.mark.distributed
+def test_biases_balance_loads() -> None:
+    """After 60 steps the busiest experts have fewer rows than with biases that stand still."""
+    found = []
+    for rate in ("0.01", "0"):
+        arguments = ["--steps", "61", "--rate", rate]
+        said, _ = run_ranks(f"{_HERE}:run_example", 2, example="aux_free.py", arguments=arguments)
+        found.append([float(one) for one in re.findall(r"step 60: .* layers ([\d.]+) ([\d.]+)", said)[0]])
+    moved, still = found
+    assert sum(moved) < 0.7 * sum(still)
+
+
+@pytest.mark.parametrize("example", ["train.py", "trainer.py", "finetune_lora.py", "grpo_replay.py", "aux_free.py"])
 def test_ranks_share_gpus_if_there_are_too_few(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before hecate.compile, which takes the device from the model."""
 

@@ -168,3 +168,8 @@ def test_what_is_refused() -> None:
         assert said in message_of(run), message_of(run)
     handle.remove()
     hecate.balance_bias(model).remove()
+    # Known only when graphs are there.
+    gathering, ids = hecate.compile(made(), hecate.Config(backend="aot_eager", policy="gather")), batch(0)
+    hecate.balance_bias(gathering)
+    said = message_of(lambda: gathering(input_ids=ids, labels=ids))
+    assert "model.layers.0.mlp.experts gathers its experts, so its rows are not counted" in said
