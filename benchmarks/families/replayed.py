@@ -87,6 +87,7 @@ def run(name: str, backend: str = "aot_eager") -> dict[str, Any]:
         recorded = step_of(model, given)
     with hecate.replay_routing(model, routing):
         replayed = step_of(model, given)
+    routing = hecate.Routing(_in_order_of_run(reference, given, routing.by_layer))
     experts = {one.name: one.num_experts for one in hecate.explain(model).experts}
     drawn = [_drawn(routing.by_layer, experts, one) for one in range(world)]
     with hecate.replay_routing(model, drawn[rank]):
@@ -103,6 +104,21 @@ def run(name: str, backend: str = "aot_eager") -> dict[str, Any]:
         loss_error=abs(_mean(got[0]) - expected[0]) / abs(expected[0]),
         gradient_error=worst_error(got[1], expected[1])[0],
     )
+
+
+@torch.no_grad()
+def _in_order_of_run(model: nn.Module, given: dict[str, Any], by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return layers as a forward runs them, where all are modules that are called."""
+    ran: list[str] = []
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        for name in by_layer
+        if " " not in name
+    ]
+    model(**given)
+    for hook in hooks:
+        hook.remove()
+    return {name: by_layer[name] for name in ran} if {*ran} == {*by_layer} else by_layer
 
 
 def _drawn(by_layer: Mapping[str, Tensor], experts: Mapping[str, int], rank: int) -> dict[str, Tensor]:

@@ -39,12 +39,12 @@ _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 
 def of_router(choice: Choice) -> bool:
-    """Tell whether scores may be a router's: products with weights for each of the experts, as far as is known.
+    """Tell whether scores may be a router's: products with weights, as far as is known.
 
-    Those of attention are products of what is computed from tokens, and may be as many.
+    Those of attention are products of what was computed from tokens on both sides, and may be as many as experts.
     """
     products = [] if choice.scores is None else [n for n in made_from(choice.scores) if named(n, *_PRODUCTS)]
-    return not products or any(_has_weights(product, choice.among) for product in products)
+    return all(map(_has_weights, products))
 
 
 def made_from(scores: Node) -> set[Node]:
@@ -54,10 +54,10 @@ def made_from(scores: Node) -> set[Node]:
     return products or {node for node in found if node.op == "placeholder"}
 
 
-def _has_weights(product: Node, experts: int) -> bool:
-    """Tell whether a product has an operand with a size of ``experts`` to which no product leads."""
-    wide = [source for source in product.all_input_nodes if experts in shape_of(source)]
-    return any(not any(named(n, *_PRODUCTS) for n in (source, *closure_backward([source]))) for source in wide)
+def _has_weights(product: Node) -> bool:
+    """Tell whether a product has an operand to which no other product leads."""
+    sources = product.all_input_nodes
+    return any(not any(named(n, *_PRODUCTS) for n in (one, *closure_backward([one]))) for one in sources)
 
 
 def choice_of(node: Node) -> Choice | None:
