@@ -5,9 +5,9 @@
     ... --no-replay                                        the router chooses anew in training
 
 A small model with random weights learns to write lowercase letters. Each step generates several texts for each
-prompt, rates them, and updates the model twice by the clipped ratio of probabilities now and in the rollout. After
-the first update, and with an inference engine of its own arithmetic from the start, routers would send some tokens
-to other experts than the rollout did. Everything that is Hecate is marked.
+prompt, rates them, and updates the model twice by the clipped ratio of probabilities now and in the rollout. Routers
+would send some tokens to other experts than the rollout did: once weights have changed, or at once where an inference
+engine rounds differently. Everything that is Hecate is marked.
 
 Source: "DeepSeekMath" (2024) for GRPO; the rewards are made up.
 """

@@ -102,6 +102,8 @@ def capture(
         problem = "without Triton, or with HECATE_KERNELS=0, the host reads numbers of the device in each layer"
     elif not alone and not state.world.queue.on_stream:
         problem = "ranks talk through the host over gloo, which no CUDA graph holds; each rank needs a GPU, for NCCL"
+    elif "balance_bias" in state.forward.after:
+        problem = "hecate.balance_bias counts rows on the host, which a captured step does without"
     elif wrong := [layer.name for layer in state.layers if layer.dtype not in FLOATS]:
         problem = f"no kernel takes the dtype of {wrong[0]}; expected one of {', '.join(map(str, FLOATS))}"
     if problem:

@@ -98,8 +98,8 @@ class Config:
             mesh. ``"auto"``: as many as can be of at most 64 ranks, whole nodes or parts of one, and no more than
             there are experts.
         balance_loss: whose tokens a load-balancing loss is of. ``"own"``: each rank's, as with DDP. ``"global"``:
-            those of all ranks, so that experts need not be balanced in each small batch. A forward for training that
-            has no such loss is then refused; a loss of each sequence stays so.
+            those of all ranks, so that experts need not be balanced in each small batch. If the first forward for
+            training has no such loss, it is refused; a loss of each sequence stays so.
         topology: which ranks share a node; by default what torchrun started on one machine (LOCAL_WORLD_SIZE).
         rates: speed of the machine, for predictions; by default measured in ``hecate.compile``, which takes a
             fraction of a second, and on CPUs in several nodes in the first steps. Give it to get the same placements

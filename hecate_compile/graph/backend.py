@@ -127,6 +127,12 @@ class Backend:
 
         return hecate
 
+    @property
+    def gathering(self) -> dict[str, str]:
+        """The modules that gather their experts in some graph, each with the reason."""
+        records = [record for graph in self.graphs for record in graph.passes]
+        return {skip.where: skip.reason for record in records for skip in record.skipped if skip.fallback}
+
     def check_compiled(self, *, training: bool) -> bool:
         """Raise if what the options ask for was not compiled, behind a forward; return whether that can be told."""
         if not self.graphs and self.config.attention is not None:

@@ -32,10 +32,11 @@ def balance_bias(model: nn.Module, *, rate: float = 1e-3) -> BiasBalance:
         hecate.balance_bias(model)
 
     An expert to which fewer rows went than to the mean of its layer, over all ranks and all forwards for training
-    since the step before, gets ``rate`` more, one with more rows ``rate`` less. Only the choice of experts depends on
-    the bias, not the weights of their results, so that no gradient pulls the model away from its task. Every rank
-    knows all counts and moves its own copy, the same to the bit; in several groups of ranks a step is one all-reduce.
-    Biases are buffers or frozen parameters of the model, so checkpoints and state dicts have them.
+    since the step before (of a layer that is called again in a forward, in its last call), gets ``rate`` more, one
+    with more rows ``rate`` less. Only the choice of experts depends on the bias, not the weights of their results, so
+    that no gradient pulls the model away from its task. Every rank knows all counts and moves its own copy, the same
+    to the bit; in several groups of ranks a step is one all-reduce. Biases are buffers or frozen parameters of the
+    model, so checkpoints and state dicts have them.
 
     Args:
         model: compiled, with a correction bias ``[E]`` in float32 beside experts, such as ``e_score_correction_bias``
@@ -57,6 +58,8 @@ def balance_bias(model: nn.Module, *, rate: float = 1e-3) -> BiasBalance:
     layers = layers_with_routers(state)
     if not layers:
         raise ValueError(f"hecate.{_NAME}: this model has no sharded experts, so nobody counts their rows")
+    if state.policy_without_placement == "gather":
+        raise ValueError(f'hecate.{_NAME}: with policy="gather" nobody counts the rows of experts')
     found = {layer: bias for layer in layers.values() if (bias := _bias_of(model, layer)) is not None}
     without = [name for name, layer in layers.items() if layer not in found]
     if not found:
@@ -79,6 +82,9 @@ class BiasBalance:
         self._model, self._forward, self._mesh = weakref.ref(model), weakref.ref(state.forward), state.mesh
         self._biases, self._rate = biases, rate
         self._rows: dict[Layer, Tensor] = {}
+        # What was counted last, as a layer that does not run keeps it.
+        self._seen: dict[Layer, Tensor | None] = {}
+        self._backend = state.backend
         state.forward.after[_NAME] = self._count
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self._hook.remove).atexit = False
@@ -94,12 +100,16 @@ class BiasBalance:
         model = self._model()
         if model is None or not model.training or not torch.is_grad_enabled():
             return
+        gathering = self._backend.gathering
         for layer in self._biases:
-            if layer.counts is None:
+            if layer.name in gathering:
                 raise ValueError(
-                    f"hecate.{_NAME}: {layer.name} gathers its experts, so its rows are not counted; "
-                    "print(hecate.explain(model)) says why"
+                    f"hecate.{_NAME}: {layer.name} gathers its experts, so that its rows are not counted: "
+                    f"{gathering[layer.name]}"
                 )
+            if layer.counts is None or layer.counted is self._seen.get(layer):
+                continue
+            self._seen[layer] = layer.counted
             rows = layer.counts.sum(0)
             self._rows[layer] = self._rows[layer] + rows if layer in self._rows else rows
 
@@ -137,12 +147,15 @@ def _has_parameters_of(optimizer: Optimizer, model: nn.Module) -> bool:
 
 def _bias_of(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
     """Return the module that has a layer's correction bias, and its name there; None if it has none."""
-    around = layer.name.rpartition(".")[0]
+    around, _, own = layer.name.rpartition(".")
+    # A module that is in a list has its router inside; others have it beside.
+    inside = layer.name if own.isdigit() else around
     found = {
         f"{name}.{key}".removeprefix("."): (owner, key, tensor)
-        for name, owner in model.get_submodule(around).named_modules(prefix=around)
+        for name, owner in model.get_submodule(inside).named_modules(prefix=inside)
         for key, tensor in _fixed_tensors(owner)
-        if "bias" in key and tensor.numel() == layer.num_experts and not name.startswith(f"{layer.name}.")
+        # The bias of a linear layer is in the weights of experts, too.
+        if "bias" in key and key != "bias" and tensor.numel() == layer.num_experts
     }
     if not found:
         return None

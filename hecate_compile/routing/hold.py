@@ -18,7 +18,6 @@ from hecate.routing.routers import layers_with_routers
 from hecate.routing.routing import Routing
 from hecate.runtime.comm.warn import warn_together
 from hecate.runtime.state.layer import ChoicePart, Layer
-from hecate.training.forward import HeldRouting
 
 
 @contextmanager
@@ -108,13 +107,13 @@ def _not_held(model: nn.Module, function: str) -> CompiledModel:
 
 
 @contextmanager
-def _holding(state: CompiledModel, held: HeldRouting) -> Iterator[None]:
-    # A backward after the block may compute layers again, so they keep what they have until another one comes.
+def _holding(state: CompiledModel, held: _Held) -> Iterator[None]:
     state.forward.held = held
     try:
         yield
     finally:
         state.forward.held = None
+        held.release()
 
 
 class _Held:
@@ -126,6 +125,11 @@ class _Held:
         self._state, self._layers = state, layers_with_routers(state)
         self._seen: dict[str, list[Tensor]] = {}
         self._running = False
+
+    def release(self) -> None:
+        """Forget what the block has held."""
+        for layer in self._layers.values():
+            layer.choices = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
         self._seen, self._running = {}, True
@@ -210,6 +214,9 @@ class _Replay(_Held):
         self._given = {name: ids.to(device, torch.int64).flatten(0, 1) for name, ids in given.items()}
         self._whole = {name: bool((ids >= 0).all()) for name, ids in given.items()}
         self._twice = {name: text for name, ids in given.items() if (text := _an_expert_twice(name, ids))}
+
+    def release(self) -> None:
+        """Keep what the block has held: a backward may compute layers again, until another block comes."""
 
     def _needed(self) -> Iterable[str]:
         return self._given

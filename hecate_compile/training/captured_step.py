@@ -163,9 +163,10 @@ class CapturedStep:
         """Run a forward and backward, and return the loss, detached."""
         with telling("in a captured step"):
             self._check_inputs(inputs)
-            if self._compiled.held is not None:
+            if self._compiled.held is not None or "balance_bias" in self._compiled.after:
                 raise ValueError(
-                    "hecate: routing of a captured step is neither recorded nor replayed; call the model"
+                    "hecate: routing of a captured step is neither recorded nor replayed, nor are its biases "
+                    "balanced; call the model"
                 )
             self._check_synchronization()
             placements = self._begin(inputs)

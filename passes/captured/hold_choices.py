@@ -28,6 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hecate.passes.analysis.choices import Choice, choice_of, lookup_of, made_from, of_router
+from hecate.passes.analysis.expert_numbers import changes_of
 from hecate.passes.analysis.torch_values import name_in_model, shape_of, value_of
 from hecate.passes.base import Outcome, PassContext, Skip
 from hecate.passes.fx import (
@@ -43,12 +44,15 @@ from hecate.passes.fx import (
     reached,
     take_place,
 )
-from hecate.passes.match import named
+from hecate.passes.match import is_cast, named
 
 _NOT_FOUND = (
     "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they compute"
 )
 _KEPT = "its weights are the largest scores by an operation of their own, and would stay those of its own choice:"
+_MASKED = "its scores are masked in place before the choice, so that those of other experts are lost"
+_SEVERAL = "it is called several times in one forward, by choices in several places"
+_COUNTS = (torch.ops.hecate.gather_counts, torch.ops.hecate.count_rows)
 _OWN = "it has a router of its own, in one module with other experts"
 
 
@@ -78,9 +82,15 @@ def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
         if kept is not None:
             skipped.append(_skip(uses, context.name(layer), f"{_KEPT} {describe(kept)}"))
             continue
+        if any(_is_masked_in_place(choice) for choice in nearest):
+            skipped.append(_skip(uses, context.name(layer), _MASKED))
+            continue
         again = [choice for choice in choices if choice in free and _place(choice.node) in places]
         calls_of_layer = [nearest, *_calls(again, len(nearest))]
         free -= {*again}
+        if sum(calls(node, *_COUNTS) for node in uses) > len(calls_of_layer):
+            skipped.append(_skip(uses, context.name(layer), _SEVERAL))
+            continue
         for number, call in enumerate(calls_of_layer):
             _hold(call, layer, number)
         rewritten += 1
@@ -176,10 +186,11 @@ def _scores_kept(choices: list[Choice], uses: list[Node]) -> Node | None:
             continue
         values = [node] if named(node, "amax") else [n for n in node.users if is_getitem(n) and arg(n, 1) == 0]
         for value in values:
-            subtracted = any(named(user, "sub") and scores in user.args for user in value.users)
-            if value in exempt or subtracted:
+            if value in exempt or _keeps_in_range(value, scores):
                 continue
-            if not beyond.isdisjoint(reached([value], lambda n: [user for user in n.users if _is_floating(user)])):
+            # What becomes one number is part of a loss.
+            lead_on = reached([value], lambda n: [user for user in n.users if _is_floating(user) and shape_of(user)])
+            if not beyond.isdisjoint(lead_on):
                 return node
     return None
 
@@ -187,6 +198,20 @@ def _scores_kept(choices: list[Choice], uses: list[Node]) -> Node | None:
 def _is_floating(node: Node) -> bool:
     value = value_of(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _keeps_in_range(largest: Node, scores: Node) -> bool:
+    """Tell whether the largest of scores is subtracted from these, which keeps their exponentials in range."""
+    same = reached([largest], lambda n: [user for user in n.users if named(user, "detach") or is_cast(user)])
+    return any(named(user, "sub") and scores in user.args for one in (largest, *same) for user in one.users)
+
+
+def _is_masked_in_place(choice: Choice) -> bool:
+    """Tell whether something is written into scores whose values are used as weights."""
+    if choice.scores is None or not choice.has_values:
+        return False
+    used = any(is_getitem(user) and arg(user, 1) == 0 and user.users for user in choice.node.users)
+    return used and any(named(change, "masked_fill_") for change in changes_of(choice.scores))
 
 
 def _calls(choices: list[Choice], each: int) -> list[list[Choice]]:
@@ -198,6 +223,9 @@ def _hold(choices: list[Choice], layer: int, call: int) -> None:
     total, first = sum(choice.count for choice in choices), 0
     for choice in choices:
         node = choice.node
+        largest_scores = _largest_scores(choice)
+        if choice.scores is not None and any(largest < node for largest in largest_scores):
+            choice.scores.append(node)
         users = list(node.users)
         here = Builder(node.graph, after=node, layer=layer, like=node)
         ids = here.call(operator.getitem, node, 1) if choice.has_values else node
@@ -213,7 +241,7 @@ def _hold(choices: list[Choice], layer: int, call: int) -> None:
             else:
                 take_place(user, _scores_of(choice, ids, held, here, keeps_dim=choice.keeps_dim))
             node.graph.erase_node(user)
-        for largest in _largest_scores(choice):
+        for largest in largest_scores:
             take_place(largest, _scores_of(choice, ids, held, here, keeps_dim=shape_of(largest) != shape_of(held)))
         first += choice.count
 
@@ -231,9 +259,7 @@ def _largest_scores(choice: Choice) -> list[Node]:
         dim = option(user, 1, "dim") if named(user, "max", "amax") else None
         if type(dim) is int and dim % (last + 1) == last:
             values = [user] if named(user, "amax") else [n for n in user.users if is_getitem(n) and arg(n, 1) == 0]
-            found += [
-                n for n in values if not any(named(one, "sub") and choice.scores in one.args for one in n.users)
-            ]
+            found += [value for value in values if not _keeps_in_range(value, choice.scores)]
     return found
 
 
@@ -255,8 +281,12 @@ def _scores_of(choice: Choice, own: Node, held: Node, here: Builder, *, keeps_di
 
 def _unmasked(scores: Node) -> Node:
     """Return scores from before a mask, as of a token's own groups, in which held experts need not be."""
-    while named(scores, "masked_fill") and shape_of(arg(scores, 0)) == shape_of(scores):
-        scores = arg(scores, 0)
+    while named(scores, "masked_fill", "where"):
+        # torch.where(mask, scores, value), and as a method scores.where(mask, value).
+        inner = arg(scores, 1 if named(scores, "where") and scores.op == "call_function" else 0)
+        if shape_of(inner) != shape_of(scores) or not _is_floating(inner):
+            break
+        scores = inner
     return scores
 
 

@@ -176,8 +176,9 @@ def _total_and_number(ratio: _Ratio, here: Builder) -> tuple[Node, Node]:
 
 
 def _widened(value: Any, here: Builder) -> Node:
-    """Return a value in 32 bits or more: in 16 there are too few numbers for tokens."""
-    return value if value_of(value).dtype.itemsize > 2 else here.method("float", value)
+    """Return a value in floating numbers of 32 bits or more: in 16 there are too few for tokens."""
+    dtype = value_of(value).dtype
+    return value if dtype.is_floating_point and dtype.itemsize > 2 else here.method("float", value)
 
 
 def _use(loss: _Loss, old: _Ratio, new: Node, here: Builder) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hecate
 from tests.support.extent import ALL
-from tests.support.models import batch, build
+from tests.support.models import PlainLanguageModel, PlainMoE, batch, build
 from tests.support.parity import rank_and_size
 from tests.support.ranks import message_of, run_ranks
 
@@ -168,8 +168,50 @@ def test_what_is_refused() -> None:
         assert said in message_of(run), message_of(run)
     handle.remove()
     hecate.balance_bias(model).remove()
+    gathering = hecate.compile(made(), hecate.Config(backend="aot_eager", policy="gather"))
+    assert 'with policy="gather" nobody counts' in message_of(lambda: hecate.balance_bias(gathering))
     # Known only when graphs are there.
-    gathering, ids = hecate.compile(made(), hecate.Config(backend="aot_eager", policy="gather")), batch(0)
-    hecate.balance_bias(gathering)
-    said = message_of(lambda: gathering(input_ids=ids, labels=ids))
-    assert "model.layers.0.mlp.experts gathers its experts, so its rows are not counted" in said
+    one_by_one, ids = made(), batch(0)
+    hecate.compile(one_by_one, hecate.Config(backend="aot_eager", disable_passes=["normalize_matmuls"]))
+    hecate.balance_bias(one_by_one)
+    said = message_of(lambda: one_by_one(input_ids=ids, labels=ids))
+    assert "model.layers.0.mlp.experts gathers its experts, so that its rows are not counted: " in said
+
+
+class Biased(PlainMoE):
+    """A router with a correction bias inside the module that has the experts."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("correction_bias", torch.linspace(0.2, 0.0, EXPERTS))
+
+    def choose(self, tokens: Tensor) -> Any:
+        scores = self.router(tokens).softmax(-1)
+        chosen = (scores + self.correction_bias).topk(self.choices, dim=-1).indices
+        return scores.gather(-1, chosen), chosen
+
+
+def test_each_layer_has_its_own_bias() -> None:
+    """Also where the experts are in a module of a list, and its neighbours have biases of the same name."""
+    torch.manual_seed(0)
+    model, ids = hecate.compile(PlainLanguageModel(Biased), hecate.Config(backend="aot_eager")), batch(0)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.0), model.blocks[0].correction_bias.clone()
+    hecate.balance_bias(model, rate=RATE)
+    model(ids, ids)["loss"].backward()
+    rows = torch.tensor([layer.expert_rows for layer in hecate.stats(model).layers])
+    optimizer.step()
+    for block, own in zip(model.blocks, rows, strict=True):
+        moved = RATE * torch.sign(own.double().mean() - own).float()
+        torch.testing.assert_close(block.correction_bias, before + moved)
+    # A step without a forward moves nothing.
+    kept = model.blocks[1].correction_bias.clone()
+    optimizer.step()
+    assert torch.equal(model.blocks[1].correction_bias, kept)
+
+
+def test_the_bias_of_a_linear_layer_is_no_correction() -> None:
+    model = build("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.router.bias.requires_grad_(False)
+    hecate.compile(model, hecate.Config(backend="aot_eager"))
+    assert "no layer has a bias of its experts' scores" in message_of(lambda: hecate.balance_bias(model))

@@ -105,13 +105,18 @@ def test_one_expert_for_each_token(choose: Callable[..., Any], keepdim: bool, g:
     torch.testing.assert_close(held_with(g, gm, given), expected)
 
 
+@pytest.mark.parametrize("first", ["place", "score"])
 @pytest.mark.parametrize("keepdim", [True, False])
-def test_the_largest_score_is_that_of_the_held_expert(keepdim: bool, g: GraphUnderTest) -> None:
+def test_the_largest_score_is_that_of_the_held_expert(keepdim: bool, first: str, g: GraphUnderTest) -> None:
     """As Switch Transformers: an argmax, and the score by another operation."""
     logits = g.input(torch.randn(TOKENS, E))
     scores = g.method("softmax", g.call(operator.sub, logits, g.call(torch.amax, logits, -1, True)), -1)
-    ids = g.method("unsqueeze", g.call(torch.argmax, scores, dim=-1), -1)
+    if first == "place":
+        ids = g.method("unsqueeze", g.call(torch.argmax, scores, dim=-1), -1)
     largest = g.parts(g.call(torch.max, scores, dim=-1, keepdim=keepdim), 2)[0]
+    if first == "score":
+        largest = g.call(operator.mul, largest, 1.0)
+        ids = g.method("unsqueeze", g.call(torch.argmax, scores, dim=-1), -1)
     gm = g.finish(experts(g, ids, largest if keepdim else g.method("unsqueeze", largest, -1)))
     assert apply(hold_choices, g, gm, held={g.layer: E}).rewritten == 1
     assert "amax" in targets(gm)
@@ -213,11 +218,37 @@ def test_weights_by_another_operation_are_not_held(how: str, g: GraphUnderTest) 
 def test_the_largest_score_may_mask_and_keep_exponentials_in_range(g: GraphUnderTest) -> None:
     """As PhiMoE's router."""
     _, logits = routed(g)
-    largest = g.parts(g.call(torch.max, logits, dim=-1, keepdim=True), 2)[0]
+    largest = g.method("detach", g.parts(g.call(torch.max, logits, dim=-1, keepdim=True), 2)[0])
     low = g.call(operator.lt, logits, g.call(operator.sub, largest, 3.0))
     scores = g.method("softmax", g.call(operator.sub, logits, largest), -1)
     values, ids = top(g, g.method("masked_fill", scores, low, 0.0))
     assert apply(hold_choices, g, g.finish(experts(g, ids, values)), held={g.layer: E}).rewritten == 1
+
+
+def test_a_confidence_in_a_loss_is_no_weight(g: GraphUnderTest) -> None:
+    _, logits = routed(g)
+    values, ids = top(g, g.method("softmax", logits, -1))
+    sure = g.method("mean", g.call(torch.amax, g.method("softmax", logits, -1), -1))
+    out = g.call(operator.add, experts(g, ids, values), sure)
+    assert apply(hold_choices, g, g.finish(out), held={g.layer: E}).rewritten == 1
+
+
+def test_scores_that_are_masked_in_place(g: GraphUnderTest) -> None:
+    scores = g.call(operator.mul, scores_of(g), 1.0)
+    g.method("masked_fill_", scores, g.input(torch.rand(TOKENS, E) > 0.8), 0.0)
+    values, ids = top(g, scores)
+    outcome = leaves_alone(hold_choices, g, g.finish(experts(g, ids, values)), held={g.layer: E})
+    assert "masked in place" in outcome.skipped[0].reason
+
+
+@pytest.mark.parametrize("method", [True, False])
+def test_scores_are_those_before_a_where(method: bool, g: GraphUnderTest) -> None:
+    scores, mask = scores_of(g), g.input(torch.rand(TOKENS, E) > 0.3)
+    masked = g.method("where", scores, mask, 0.0) if method else g.call(torch.where, mask, scores, 0.0)
+    values, ids = top(g, masked)
+    gm = g.finish(experts(g, ids, values))
+    assert apply(hold_choices, g, gm, held={g.layer: E}).rewritten == 1
+    assert targets(gm).count("gather") == 2
 
 
 @pytest.mark.parametrize("found", [True, False])

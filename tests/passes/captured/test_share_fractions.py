@@ -141,7 +141,7 @@ def ranks_of(build: Callable[..., GraphModule], parts: list[torch.Tensor]) -> li
     return found
 
 
-@pytest.mark.parametrize("how", ["means", "counts", "cast beside another", "half", "two dimensions"])
+@pytest.mark.parametrize("how", ["means", "counts", "whole counts", "cast beside another", "half", "two dimensions"])
 def test_the_mean_over_ranks_is_the_loss_of_all_tokens(how: str) -> None:
     dtype = torch.float16 if how == "half" else torch.float32
     lengths = (4, 9, 2) if how != "half" else (40_000, 30_000, 20_000)
@@ -151,8 +151,9 @@ def test_the_mean_over_ranks_is_the_loss_of_all_tokens(how: str) -> None:
         scores = g.call(operator.mul, g.input(own), 1.0)
         scores.meta["example_value"].requires_grad_()
         chosen = chosen_for(g, scores)
-        if how == "counts":
+        if "counts" in how:
             counts = g.method("sum", chosen, dim=(0, 1))
+            counts = g.method("long", counts) if how == "whole counts" else counts
             fractions = g.call(operator.truediv, counts, float(CHOICES * len(own)))
         else:
             fractions = g.method("mean", chosen, dim=0 if how != "two dimensions" else (0, 1))
