@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,10 +128,11 @@ class Backend:
         return hecate
 
     @property
-    def gathering(self) -> dict[str, str]:
-        """The modules that gather their experts in some graph, each with the reason."""
-        records = [record for graph in self.graphs for record in graph.passes]
-        return {skip.where: skip.reason for record in records for skip in record.skipped if skip.fallback}
+    def skips(self) -> Iterator[tuple[str, Skip]]:
+        """What passes, by their names, have left alone in all graphs."""
+        for graph in self.graphs:
+            for record in graph.passes:
+                yield from ((record.name, skip) for skip in record.skipped)
 
     def check_compiled(self, *, training: bool) -> bool:
         """Raise if what the options ask for was not compiled, behind a forward; return whether that can be told."""

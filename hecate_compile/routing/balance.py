@@ -100,7 +100,7 @@ class BiasBalance:
         model = self._model()
         if model is None or not model.training or not torch.is_grad_enabled():
             return
-        gathering = self._backend.gathering
+        gathering = {skip.where: skip.reason for _, skip in self._backend.skips if skip.fallback}
         for layer in self._biases:
             if layer.name in gathering:
                 raise ValueError(
@@ -121,9 +121,8 @@ class BiasBalance:
         rows, self._rows = self._of_all_groups(), {}
         for layer, counts in rows.items():
             owner, key = self._biases[layer]
-            bias = buffers_of(owner).get(key)
-            bias = bias if bias is not None else parameters_of(owner)[key]
-            assert bias is not None
+            # Looked up each time: ``load_state_dict(assign=True)`` makes another tensor.
+            bias = dict(_fixed_tensors(owner))[key]
             # Whole numbers, so that no rounding depends on the order of ranks: the sum is E times the mean.
             missing = torch.sign(counts.sum() - counts * counts.numel())
             bias.add_((missing.to(bias.device, bias.dtype) * self._rate).view(bias.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -116,7 +117,7 @@ def _holding(state: CompiledModel, held: _Held) -> Iterator[None]:
         held.release()
 
 
-class _Held:
+class _Held(ABC):
     """What both have in common: which layers were held in a forward, and what is said where one was not."""
 
     _NAME: str
@@ -138,16 +139,10 @@ class _Held:
 
     def end(self) -> None:
         self._running = False
-        reasons = {
-            skip.where: skip.reason
-            for graph in self._state.backend.graphs
-            for record in graph.passes
-            if record.name == "hold_choices"
-            for skip in record.skipped
-        } | {name: "it runs as Python" for one in self._state.forward.whole_layers.found for name in one.experts}
-        reasons = (
-            dict.fromkeys((name for name in self._needed() if name not in self._seen), "it has not run") | reasons
-        )
+        reasons = dict.fromkeys((name for name in self._needed() if name not in self._seen), "it has not run")
+        reasons |= {skip.where: skip.reason for name, skip in self._state.backend.skips if name == "hold_choices"}
+        for whole in self._state.forward.whole_layers.found:
+            reasons |= dict.fromkeys(whole.experts, "it runs as Python")
         if reasons:
             because = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise ValueError(f"hecate.{self._NAME}: the choice of experts was not found. {because}")
@@ -170,8 +165,9 @@ class _Held:
             seen.append(ids.detach().reshape(-1, part.count).to(torch.int16, copy=True))
         return self._chosen(name, ids, part)
 
+    @abstractmethod
     def _chosen(self, name: str, ids: Tensor, part: ChoicePart) -> Tensor:
-        raise NotImplementedError
+        """Return the experts that tokens go to, where the router of layer ``name`` has chosen ``ids``."""
 
 
 class _Recording(_Held):

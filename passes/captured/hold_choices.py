@@ -27,33 +27,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from hecate.passes.analysis.choices import Choice, choice_of, lookup_of, made_from, of_router
-from hecate.passes.analysis.expert_numbers import changes_of
-from hecate.passes.analysis.torch_values import name_in_model, shape_of, value_of
-from hecate.passes.base import Outcome, PassContext, Skip
+from hecate.passes.analysis.choice_weights import largest_scores_of, refuse_kept_scores, unmasked
+from hecate.passes.analysis.choices import Choice, choice_of, lookup_of, of_router
+from hecate.passes.analysis.torch_values import name_in_model, shape_of
+from hecate.passes.base import Outcome, PassContext, Refused
 from hecate.passes.fx import (
     Builder,
     arg,
     calls,
     closure_forward,
-    describe,
-    is_getitem,
     line_of,
-    operands,
-    option,
     reached,
+    skip_of,
     take_place,
 )
-from hecate.passes.match import is_cast, named
-
-_NOT_FOUND = (
-    "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they compute"
-)
-_KEPT = "its weights are the largest scores by an operation of their own, and would stay those of its own choice:"
-_MASKED = "its scores are masked in place before the choice, so that those of other experts are lost"
-_SEVERAL = "it is called several times in one forward, by choices in several places"
-_COUNTS = (torch.ops.hecate.gather_counts, torch.ops.hecate.count_rows)
-_OWN = "it has a router of its own, in one module with other experts"
 
 
 def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
@@ -65,36 +52,48 @@ def hold_choices(gm: GraphModule, context: PassContext) -> Outcome:
     free, rewritten, skipped = set(choices), 0, []
     routers = router_of({context.name(layer): experts for layer, experts in context.held.items()})
     for layer, uses in _uses_of_layers(gm.graph).items():
-        found = _chosen_for(uses, [c for c in choices if c in free and c.among in (0, context.held[layer])])
-        nearest = _nearest(found, context.name(layer))
+        name = context.name(layer)
+        among = [choice for choice in choices if choice in free and choice.among in (0, context.held[layer])]
+        nearest = _nearest(_chosen_for(uses, among), name)
         free -= {*nearest}
-        # Where the layer is called again, its router chooses in the same places.
-        places = {_place(choice.node) for choice in nearest}
-        if routers[context.name(layer)] != context.name(layer):
-            # Rows go with those of the experts whose router it is.
-            if nearest:
-                skipped.append(_skip(uses, context.name(layer), _OWN))
+        try:
+            left = [choice for choice in choices if choice in free]
+            found = _calls_of_layer(nearest, left, uses, follows=routers[name] != name)
+        except Refused as refused:
+            skipped.append(skip_of(name, refused, uses[0], fallback=False))
             continue
-        if not nearest:
-            skipped.append(_skip(uses, context.name(layer), _NOT_FOUND))
-            continue
-        kept = _scores_kept(nearest, uses)
-        if kept is not None:
-            skipped.append(_skip(uses, context.name(layer), f"{_KEPT} {describe(kept)}"))
-            continue
-        if any(_is_masked_in_place(choice) for choice in nearest):
-            skipped.append(_skip(uses, context.name(layer), _MASKED))
-            continue
-        again = [choice for choice in choices if choice in free and _place(choice.node) in places]
-        calls_of_layer = [nearest, *_calls(again, len(nearest))]
-        free -= {*again}
-        if sum(calls(node, *_COUNTS) for node in uses) > len(calls_of_layer):
-            skipped.append(_skip(uses, context.name(layer), _SEVERAL))
-            continue
-        for number, call in enumerate(calls_of_layer):
+        for number, call in enumerate(found):
             _hold(call, layer, number)
-        rewritten += 1
+            free -= {*call}
+        rewritten += bool(found)
     return Outcome(rewritten=rewritten, skipped=tuple(skipped))
+
+
+def _calls_of_layer(
+    nearest: list[Choice], free: list[Choice], uses: list[Node], *, follows: bool
+) -> list[list[Choice]]:
+    """Return the choices of each call of a layer, whose first makes the ``nearest``. Raises Refused.
+
+    There are none if the layer ``follows``: its rows go with those of other experts in its module.
+    """
+    if follows and nearest:
+        raise Refused("it has a router of its own, in one module with other experts", nearest[0].node)
+    if follows:
+        return []
+    if not nearest:
+        raise Refused(
+            "in the graph that has them, no topk, max or argmax over the scores of all experts leads to what they "
+            "compute"
+        )
+    refuse_kept_scores(nearest, uses)
+    # Where the layer is called again, its router chooses in the same places.
+    places, each = {_place(choice.node) for choice in nearest}, len(nearest)
+    again = [choice for choice in free if _place(choice.node) in places]
+    found = [nearest, *(again[begin : begin + each] for begin in range(0, len(again), each))]
+    counted = (torch.ops.hecate.gather_counts, torch.ops.hecate.count_rows)
+    if sum(calls(node, *counted) for node in uses) > len(found):
+        raise Refused("it is called several times in one forward, by choices in several places", nearest[0].node)
+    return found
 
 
 def router_of(layers: Mapping[str, int]) -> dict[str, str]:
@@ -167,63 +166,11 @@ def _shared_modules(node: Node, name: str) -> int:
     return shared
 
 
-def _scores_kept(choices: list[Choice], uses: list[Node]) -> Node | None:
-    """Return an operation by which weights of the experts are the largest scores, whatever is held; None if none is.
-
-    Weights are floating numbers, that is, no mask and no number of an expert is between.
-    """
-    own, sources = {choice.node for choice in choices}, set[Node]()
-    for choice in choices:
-        sources |= made_from(choice.scores) if choice.scores is not None else set()
-    exempt = {largest for choice in choices for largest in _largest_scores(choice)}
-    beyond = closure_forward(uses)
-    for node in choices[0].node.graph.nodes:
-        if node in own or not named(node, "topk", "sort", "max", "amax"):
-            continue
-        scores = operands(node)[0]
-        among = shape_of(scores)[-1:] == (choices[0].among,)
-        if not among or not _is_floating(scores) or sources.isdisjoint(made_from(scores)):
-            continue
-        values = [node] if named(node, "amax") else [n for n in node.users if is_getitem(n) and arg(n, 1) == 0]
-        for value in values:
-            if value in exempt or _keeps_in_range(value, scores):
-                continue
-            # What becomes one number is part of a loss.
-            lead_on = reached([value], lambda n: [user for user in n.users if _is_floating(user) and shape_of(user)])
-            if not beyond.isdisjoint(lead_on):
-                return node
-    return None
-
-
-def _is_floating(node: Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _keeps_in_range(largest: Node, scores: Node) -> bool:
-    """Tell whether the largest of scores is subtracted from these, which keeps their exponentials in range."""
-    same = reached([largest], lambda n: [user for user in n.users if named(user, "detach") or is_cast(user)])
-    return any(named(user, "sub") and scores in user.args for one in (largest, *same) for user in one.users)
-
-
-def _is_masked_in_place(choice: Choice) -> bool:
-    """Tell whether something is written into scores whose values are used as weights."""
-    if choice.scores is None or not choice.has_values:
-        return False
-    used = any(is_getitem(user) and arg(user, 1) == 0 and user.users for user in choice.node.users)
-    return used and any(named(change, "masked_fill_") for change in changes_of(choice.scores))
-
-
-def _calls(choices: list[Choice], each: int) -> list[list[Choice]]:
-    """Return the choices of each call, which makes so many."""
-    return [choices[begin : begin + each] for begin in range(0, len(choices), each)]
-
-
 def _hold(choices: list[Choice], layer: int, call: int) -> None:
     total, first = sum(choice.count for choice in choices), 0
     for choice in choices:
         node = choice.node
-        largest_scores = _largest_scores(choice)
+        largest_scores = largest_scores_of(choice)
         if choice.scores is not None and any(largest < node for largest in largest_scores):
             choice.scores.append(node)
         users = list(node.users)
@@ -246,23 +193,6 @@ def _hold(choices: list[Choice], layer: int, call: int) -> None:
         first += choice.count
 
 
-def _largest_scores(choice: Choice) -> list[Node]:
-    """Return the nodes that are the largest of the scores of which an argmax has the place.
-
-    What is subtracted from the scores themselves keeps their exponentials in range.
-    """
-    if not named(choice.node, "argmax") or choice.scores is None:
-        return []
-    found = []
-    for user in choice.scores.users:
-        last = len(shape_of(choice.scores)) - 1
-        dim = option(user, 1, "dim") if named(user, "max", "amax") else None
-        if type(dim) is int and dim % (last + 1) == last:
-            values = [user] if named(user, "amax") else [n for n in user.users if is_getitem(n) and arg(n, 1) == 0]
-            found += [value for value in values if not _keeps_in_range(value, choice.scores)]
-    return found
-
-
 def _scores_of(choice: Choice, own: Node, held: Node, here: Builder, *, keeps_dim: bool) -> Node:
     """Write the scores of held choices, with the last dimension or without it.
 
@@ -272,23 +202,8 @@ def _scores_of(choice: Choice, own: Node, held: Node, here: Builder, *, keeps_di
     assert choice.scores is not None, "a lookup has no values"
     places = held if choice.keeps_dim else here.method("unsqueeze", held, -1)
     found = here.call(torch.gather, choice.scores, -1, places)
-    unmasked = _unmasked(choice.scores)
-    if unmasked is not choice.scores:
+    before = unmasked(choice.scores)
+    if before is not choice.scores:
         same = here.call(operator.eq, places, own if choice.keeps_dim else here.method("unsqueeze", own, -1))
-        found = here.call(torch.where, same, found, here.call(torch.gather, unmasked, -1, places))
+        found = here.call(torch.where, same, found, here.call(torch.gather, before, -1, places))
     return found if keeps_dim else here.method("squeeze", found, -1)
-
-
-def _unmasked(scores: Node) -> Node:
-    """Return scores from before a mask, as of a token's own groups, in which held experts need not be."""
-    while named(scores, "masked_fill", "where"):
-        # torch.where(mask, scores, value), and as a method scores.where(mask, value).
-        inner = arg(scores, 1 if named(scores, "where") and scores.op == "call_function" else 0)
-        if shape_of(inner) != shape_of(scores) or not _is_floating(inner):
-            break
-        scores = inner
-    return scores
-
-
-def _skip(uses: list[Node], name: str, reason: str) -> Skip:
-    return Skip(where=name, reason=reason, fallback=False, line=str(line_of(uses[0]) or ""))
